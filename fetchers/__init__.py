@@ -1,0 +1,24 @@
+"""Fetchers: how the rows of a table get from files into memory."""
+
+from lazyio.fetchers.base import (
+    Alignment,
+    Extent,
+    Fetcher,
+    FetcherOptions,
+    ReadPlan,
+    ReadStats,
+    TakesRows,
+)
+from lazyio.fetchers.registry import available, load
+
+__all__ = [
+    "Alignment",
+    "Extent",
+    "Fetcher",
+    "FetcherOptions",
+    "ReadPlan",
+    "ReadStats",
+    "TakesRows",
+    "available",
+    "load",
+]

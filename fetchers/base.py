@@ -1,0 +1,145 @@
+"""The contract of a fetcher, what it is given and what it gives back.
+
+A fetcher reads byte windows of files into memory. It knows nothing of ids, types, dedup or models: the table above it
+turns ids into a `ReadPlan`, and takes the rows out of what the fetcher has read. To write one, subclass `Fetcher`,
+implement `read` and `close`, register the class under the entry-point group `lazyio.fetchers`, and run
+`lazyio.fetchers.conformance.FetcherConformance` on it. docs/fetchers/write-your-own.md has a whole example.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazyio.fetchers.files import FileSet
+
+Bytes = NDArray[np.uint8]
+Int64 = NDArray[np.int64]
+
+#: Called as `landed(n)` when the first n windows of a plan are in the buffer. n only grows.
+Landed = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of consecutive rows in one file."""
+
+    path: str
+    offset: int  # of the first row, bytes from the start of the file
+    first_row: int  # id of the first row
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetcherOptions:
+    """What a caller asks of a fetcher; a fetcher reports what it really does in its attributes."""
+
+    direct_io: str = "auto"  # auto | on | off: bypass the page cache
+    workers: int = 32  # reads at once, of fetchers that work with a pool
+    queue_depth: int = 4096  # reads in flight, of fetchers that queue
+    block_bytes: int = 0  # smallest read under direct I/O; 0 takes the file's own alignment
+    mmap_rss_bytes: int = 0  # trim mapped pages beyond this; 0 leaves them to the kernel
+    mmap_safe: bool = False  # copy out of maps through the kernel: slower, and a truncated file can't kill the process
+    extra: dict[str, Any] = field(default_factory=dict)  # for fetchers of third parties
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What windows and buffers must be multiples of, in bytes; (1, 1) where nothing is asked."""
+
+    offset: int = 1
+    memory: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Byte windows to read: sorted by (extent, offset), not overlapping, each whole multiples of the alignment.
+
+    Arrays have one entry a window. `needed` is how many bytes of the window must exist: under direct I/O the last window
+    of a file reaches past its end. Windows land in the buffer at `dest`, in order and without gaps.
+    """
+
+    file: NDArray[np.int32]  # index into the fetcher's files
+    offset: Int64
+    length: Int64
+    needed: Int64
+    dest: Int64
+    buffer_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What a fetcher did. `service_s` sums, over all reads, the time from submission to completion.
+
+    A fetcher that can't see single reads (a page fault is the kernel's) leaves `service_s` at 0.
+    """
+
+    reads: int = 0
+    bytes_read: int = 0
+    resumed: int = 0  # reads that came short or were interrupted, and were continued
+    service_s: float = 0.0
+
+    def add(self, other: ReadStats) -> None:
+        """Add the counts of another read to these."""
+        self.reads += other.reads
+        self.bytes_read += other.bytes_read
+        self.resumed += other.resumed
+        self.service_s += other.service_s
+
+
+class Fetcher(abc.ABC):
+    """Reads windows of files into a caller's buffer.
+
+    A fetcher is used by several threads at once, and must survive `fork`: the child may use it after the parent has.
+    `fell_back` says, in words for a user, what was asked for and could not be had; None where nothing was.
+    Raises `Unsupported` from `__init__` where it can't work at all, so that another fetcher can take its place.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, extents: Sequence[Extent], row_bytes: int, options: FetcherOptions) -> None:
+        self.extents = tuple(extents)
+        self.row_bytes = row_bytes
+        self.options = options
+        self.files = FileSet(extent.path for extent in extents)
+        self.alignment = Alignment()
+        self.direct_io = False
+        self.queue_depth = 1
+        self.workers = 1
+        self.fell_back: str | None = None
+
+    @abc.abstractmethod
+    def read(self, plan: ReadPlan, buffer: Bytes, landed: Landed | None = None) -> ReadStats:
+        """Fill `buffer` with the windows of `plan`; return when all are there and nothing is in flight.
+
+        `buffer` is uint8 [>= plan.buffer_bytes], aligned to `alignment.memory`. `landed`, if given, may be called from
+        this thread while reads are still in flight.
+        Raises `ReadError` for a failed or short read, after everything in flight has been waited for.
+        """
+
+    def close(self) -> None:
+        """Free what the fetcher holds. Called once, when no read is under way."""
+        self.files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@runtime_checkable
+class TakesRows(Protocol):
+    """A fetcher whose rows lie in addressable memory, so that no plan and no staging are needed."""
+
+    def take(self, ids: Int64, out: Bytes) -> ReadStats:
+        """Copy rows `ids` [n], valid and in any order, to `out` [n, row_bytes], C-contiguous."""
+        ...

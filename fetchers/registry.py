@@ -1,0 +1,39 @@
+"""Finding fetchers by name: ours and those that other packages register."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from lazyio.errors import SettingError
+from lazyio.fetchers.base import Fetcher
+
+GROUP = "lazyio.fetchers"
+
+# Ours are listed here too, so that a bare checkout on PYTHONPATH, which has no metadata, finds them.
+_OURS = {
+    "resident": "lazyio.fetchers.resident:ResidentFetcher",
+    "mmap": "lazyio.fetchers.mmap:MmapFetcher",
+    "pread": "lazyio.fetchers.pread:PreadFetcher",
+    "uring": "lazyio.fetchers.uring:UringFetcher",
+}
+
+
+def available() -> dict[str, str]:
+    """Names of all registered fetchers and the `module:Class` that each stands for."""
+    found = {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    return {**found, **_OURS}
+
+
+def load(name: str) -> type[Fetcher]:
+    """Return the fetcher class registered as `name`.
+
+    Raises SettingError for an unknown name, naming those there are.
+    """
+    known = available()
+    if name not in known:
+        raise SettingError(f"no fetcher is called {name!r}; there are: {', '.join(sorted(known))}")
+    module, _, attribute = known[name].partition(":")
+    loaded = getattr(__import__(module, fromlist=[attribute]), attribute)
+    if not (isinstance(loaded, type) and issubclass(loaded, Fetcher)):
+        raise SettingError(f"fetcher {name!r} is registered as {known[name]}, which is not a Fetcher class")
+    return loaded
