@@ -1,0 +1,128 @@
+"""Opening files for positioned reads, through the page cache or past it (O_DIRECT)."""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+from dataclasses import dataclass
+
+from lazyio.errors import ReadError, SettingError
+from lazyio.fetchers.base import Alignment
+from lazyio.fetchers.files import FileSet
+from lazyio.host import direct_alignment, filesystem_of
+
+CHOICES = ("auto", "on", "off")
+
+# From this row size on, a row spans whole OS pages: the page cache reads hardly more than was asked, and may keep it.
+BUFFERED_FROM_ROW_BYTES = 4096
+
+# Asked of a file whose filesystem does not say what it needs: what every block device can do.
+_SAFE = Alignment(offset=4096, memory=4096)
+
+# They accept O_DIRECT and go through the page cache all the same, because it is where their files live.
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Descriptors of a table's files, one a file in the order of its FileSet; whoever opened them closes them.
+
+    `reason` says why reads are buffered although direct I/O was wanted; None where nothing was denied.
+    """
+
+    descriptors: tuple[int, ...]
+    direct: bool
+    alignment: Alignment
+    reason: str | None = None
+
+    def close(self) -> None:
+        """Close the descriptors; call once."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def open_for_reads(files: FileSet, choice: str, row_bytes: int, block_bytes: int) -> Opened:
+    """Open every file of `files` once more, all directly or all buffered.
+
+    `choice` "off" gives buffered reads, "on" direct ones, "auto" direct ones for rows smaller than an OS page. Where
+    direct I/O can't be had, reads are buffered and `reason` is set. `block_bytes` is the least length of a direct read,
+    a power of two; 0 leaves it to the files. The alignment is that of the most demanding file.
+    Raises SettingError for a malformed choice or block, ReadError if a file was replaced meanwhile.
+    """
+    if choice not in CHOICES:
+        raise SettingError(f"direct I/O is set to {choice!r}; it can be {', '.join(CHOICES)}")
+    if block_bytes < 0 or block_bytes & (block_bytes - 1):
+        raise SettingError(f"the block of direct reads is set to {block_bytes} bytes; it must be a power of two, or 0")
+    if choice == "off" or (choice == "auto" and row_bytes >= BUFFERED_FROM_ROW_BYTES):
+        return _buffered(files, None)
+    descriptors: list[int] = []
+    alignments: list[Alignment] = []
+    try:
+        for number in range(len(files.paths)):
+            descriptor, alignment = _open_direct(files, number)
+            descriptors.append(descriptor)
+            alignments.append(alignment)
+    except _RefusedError as refused:
+        _close_all(descriptors)
+        return _buffered(files, str(refused))
+    except BaseException:
+        _close_all(descriptors)
+        raise
+    offset = math.lcm(*(alignment.offset for alignment in alignments))
+    memory = math.lcm(*(alignment.memory for alignment in alignments))
+    return Opened(tuple(descriptors), True, Alignment(max(offset, block_bytes), memory))
+
+
+class _RefusedError(Exception):
+    """One file can't be read directly; the message is for the user."""
+
+
+def _buffered(files: FileSet, reason: str | None) -> Opened:
+    descriptors = [os.dup(descriptor) for descriptor in files.descriptors]
+    for descriptor in descriptors:
+        # Rows are scattered: what readahead would fetch beside them is never used.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    return Opened(tuple(descriptors), False, Alignment(), reason)
+
+
+def _open_direct(files: FileSet, number: int) -> tuple[int, Alignment]:
+    path = files.paths[number]
+    kind = filesystem_of(path).kind
+    if kind in _IN_MEMORY:
+        raise _RefusedError(f"{path} lies on {kind}, which is memory: there is nothing to read directly")
+    try:
+        descriptor = files.reopen(number, os.O_RDONLY | os.O_DIRECT)
+    except ReadError:
+        raise
+    except OSError as error:
+        raise _RefusedError(f"{kind} refused to open {path} for direct I/O ({_name(error)})") from error
+    alignment = direct_alignment(descriptor) or _SAFE
+    try:
+        _probe(descriptor, alignment)
+    except OSError as error:
+        os.close(descriptor)
+        raise _RefusedError(f"{kind} opened {path} for direct I/O but refused to read it ({_name(error)})") from error
+    return descriptor, alignment
+
+
+def _probe(descriptor: int, alignment: Alignment) -> None:
+    """Read one block at an offset and an address that are aligned as asked and no better."""
+    offset = alignment.offset if os.fstat(descriptor).st_size > alignment.offset else 0
+    start = alignment.memory
+    with (
+        mmap.mmap(-1, start + alignment.offset) as area,
+        memoryview(area) as view,
+        view[start : start + alignment.offset] as block,
+    ):
+        os.preadv(descriptor, [block], offset)
+
+
+def _name(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, str(error.errno))
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
