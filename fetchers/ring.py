@@ -1,0 +1,380 @@
+"""io_uring as numpy arrays.
+
+C liburing sets a ring up and enters the kernel (through ctypes, so the interpreter lock is free meanwhile); the queues
+themselves are viewed as numpy structured arrays, so that thousands of reads are written with a few vector assignments
+and submitted with one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import errno
+import functools
+import importlib.util
+import os
+import platform
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazyio.errors import Unsupported
+from lazyio.fetchers.base import Int64, Landed, ReadPlan, ReadStats
+from lazyio.fetchers.progress import Progress
+
+# Names and values of include/uapi/linux/io_uring.h.
+_OP_READ = 22
+_ENTER_GETEVENTS = 1 << 0
+_SETUP_CQSIZE = 1 << 3
+_SETUP_SUBMIT_ALL = 1 << 7
+_SETUP_COOP_TASKRUN = 1 << 8
+_SETUP_SINGLE_ISSUER = 1 << 12
+_SETUP_DEFER_TASKRUN = 1 << 13
+_SETUP_NO_SQARRAY = 1 << 16
+_SQ_CQ_OVERFLOW = 1 << 1
+
+# Best first; a kernel that does not know a flag answers EINVAL.
+_FLAG_SETS = (
+    _SETUP_SUBMIT_ALL | _SETUP_SINGLE_ISSUER | _SETUP_DEFER_TASKRUN,
+    _SETUP_SUBMIT_ALL | _SETUP_SINGLE_ISSUER | _SETUP_COOP_TASKRUN,
+    _SETUP_SUBMIT_ALL | _SETUP_COOP_TASKRUN,
+    _SETUP_SUBMIT_ALL,
+    0,
+)
+MAX_REFUSALS = 2000  # of a submission while nothing is in flight, a millisecond apart
+MAX_ENTRIES = 32768  # of the submission queue; the completion queue holds twice that
+
+_SQE = np.dtype(
+    [
+        ("opcode", "u1"),
+        ("flags", "u1"),
+        ("ioprio", "u2"),
+        ("fd", "i4"),
+        ("off", "u8"),
+        ("addr", "u8"),
+        ("len", "u4"),
+        ("rw_flags", "u4"),
+        ("user_data", "u8"),
+        ("rest", "u8", 3),
+    ]
+)
+_CQE = np.dtype([("user_data", "u8"), ("res", "i4"), ("flags", "u4")])
+
+
+class _Offsets(ctypes.Structure):
+    _fields_ = [("words", ctypes.c_uint32 * 10)]
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [
+        ("sq_entries", ctypes.c_uint32),
+        ("cq_entries", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("sq_thread_cpu", ctypes.c_uint32),
+        ("sq_thread_idle", ctypes.c_uint32),
+        ("features", ctypes.c_uint32),
+        ("wq_fd", ctypes.c_uint32),
+        ("resv", ctypes.c_uint32 * 3),
+        ("sq_off", _Offsets),
+        ("cq_off", _Offsets),
+    ]
+
+
+class _Queue(ctypes.Structure):
+    """The words that struct io_uring_sq and struct io_uring_cq of liburing begin with."""
+
+    _fields_ = [
+        ("head", ctypes.c_void_p),
+        ("tail", ctypes.c_void_p),
+        ("ring_mask", ctypes.c_void_p),
+        ("ring_entries", ctypes.c_void_p),
+        ("flags", ctypes.c_void_p),
+        ("dropped_or_overflow", ctypes.c_void_p),
+    ]
+
+
+class _Submission(ctypes.Structure):
+    _fields_ = [
+        ("queue", _Queue),
+        ("array", ctypes.c_void_p),
+        ("sqes", ctypes.c_void_p),
+        ("sqe_head_tail", ctypes.c_uint * 2),
+        ("ring_size", ctypes.c_size_t),
+        ("ring_pointer", ctypes.c_void_p),
+        ("mask_entries_size_pad", ctypes.c_uint * 4),
+    ]
+
+
+class _Completion(ctypes.Structure):
+    _fields_ = [
+        ("queue", _Queue),
+        ("cqes", ctypes.c_void_p),
+        ("ring_size", ctypes.c_size_t),
+        ("ring_pointer", ctypes.c_void_p),
+        ("mask_entries_pad", ctypes.c_uint * 4),
+    ]
+
+
+class _IoUring(ctypes.Structure):
+    """struct io_uring of liburing 2.x; a version that adds words finds room in `spare`."""
+
+    _fields_ = [
+        ("sq", _Submission),
+        ("cq", _Completion),
+        ("flags", ctypes.c_uint),
+        ("ring_fd", ctypes.c_int),
+        ("features", ctypes.c_uint),
+        ("spare", ctypes.c_uint * 32),
+    ]
+
+
+def _library_paths() -> list[str]:
+    """Where liburing may be: in the wheel of that name, then the system's."""
+    wheel = importlib.util.find_spec("liburing")
+    inside = Path(wheel.origin).with_name("liburing.so") if wheel and wheel.origin else None
+    return [str(path) for path in (inside, "liburing.so.2") if path is not None]
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Load C liburing. Raises Unsupported where neither the wheel nor the system has it."""
+    failures = []
+    for path in _library_paths():
+        try:
+            loaded = ctypes.CDLL(path)
+            loaded.io_uring_queue_init_params.argtypes = [ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p]
+            loaded.io_uring_queue_exit.argtypes = [ctypes.c_void_p]
+            loaded.io_uring_queue_exit.restype = None
+            loaded.io_uring_enter.argtypes = [
+                ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p,
+            ]  # fmt: skip
+        except (OSError, AttributeError) as error:
+            failures.append(f"{path}: {error}")
+        else:
+            return loaded
+    raise Unsupported(
+        "liburing is not to be found (" + "; ".join(failures) + "): install the liburing package, or the system's liburing2"
+    )
+
+
+class Ring:
+    """One io_uring of one thread: it may be used by the thread and the process that made it, and no other.
+
+    `depth` is the most reads in flight. Nothing is in flight between calls of `read`.
+    Raises Unsupported where the kernel refuses a ring.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.pid = os.getpid()
+        self._library = library()
+        self._ring = _IoUring()
+        self._address = ctypes.addressof(self._ring)
+        self.depth, flags = self._set_up(min(depth, MAX_ENTRIES))
+        submission, completion = self._ring.sq, self._ring.cq
+        entries = int(_words(submission.queue.ring_entries, 1)[0])
+        self._sq_mask = entries - 1
+        self._sq_head = _words(submission.queue.head, 1)
+        self._sq_tail = _words(submission.queue.tail, 1)
+        self._sq_flags = _words(submission.queue.flags, 1)
+        self._sqes = _view(submission.sqes, entries, _SQE)
+        self._cq_mask = int(_words(completion.queue.ring_mask, 1)[0])
+        self._cq_head = _words(completion.queue.head, 1)
+        self._cq_tail = _words(completion.queue.tail, 1)
+        self._cqes = _view(completion.cqes, self._cq_mask + 1, _CQE)
+        if not flags & _SETUP_NO_SQARRAY:
+            _words(submission.array, entries)[:] = np.arange(entries, dtype=np.uint32)
+        self._sqes[:] = np.zeros((), _SQE)
+        self._sqes["opcode"] = _OP_READ
+        self._generation = 0
+        self._refusals = 0
+
+    def _set_up(self, depth: int) -> tuple[int, int]:
+        """Make the ring, smaller where memory is short; return its depth and the flags in force."""
+        refused = 0
+        while True:
+            for flags in _FLAG_SETS:
+                if not flags & _SETUP_DEFER_TASKRUN and platform.machine() not in ("x86_64", "AMD64"):
+                    break  # completions could be posted at any time, and numpy has no acquire load
+                params = _Params(flags=flags | _SETUP_CQSIZE, cq_entries=max(depth, 2))
+                refused = -self._library.io_uring_queue_init_params(depth, self._address, ctypes.addressof(params))
+                if not refused:
+                    return depth, params.flags
+                if refused != errno.EINVAL:
+                    break
+            if refused != errno.ENOMEM or depth <= 16:
+                raise Unsupported(_why_refused(refused))
+            depth //= 2
+
+    def read(
+        self,
+        plan: ReadPlan,
+        progress: Progress,
+        descriptors: NDArray[np.int32],
+        address: int,
+        landed: Landed | None = None,
+    ) -> ReadStats:
+        """Read all windows of `plan` into memory at `address`, at most `depth` at once.
+
+        `descriptors` has one entry a file of the plan. Returns when nothing is in flight any more, also on an error:
+        `progress.failure` tells. `service_s` is reads in flight integrated over time.
+        """
+        stats = ReadStats()
+        self._generation = (self._generation + 1) & 0x7FFFFFFF
+        tag = self._generation << 32
+        fresh, again, in_flight = 0, np.empty(0, np.int64), 0
+        step = max(1, self.depth // 4)
+        since = time.perf_counter()
+        try:
+            while progress.failure is None and (fresh < len(plan) or len(again) or in_flight):
+                room = self._room(in_flight)
+                if len(again):
+                    batch, again = again[:room], again[room:]
+                    offset, length, dest = progress.rest(batch)
+                    self._write(plan.file[batch], offset, length, dest, batch, tag, descriptors, address)
+                    count = len(batch)
+                else:
+                    count = min(len(plan) - fresh, room)
+                    new = slice(fresh, fresh + count)
+                    numbers = np.arange(fresh, fresh + count)
+                    self._write(
+                        plan.file[new], plan.offset[new], plan.length[new], plan.dest[new], numbers, tag, descriptors,
+                        address,
+                    )  # fmt: skip
+                    fresh += count
+                in_flight += count
+                stats.reads += count
+                at_once = in_flight if landed is None and fresh == len(plan) else min(in_flight, step)
+                self._enter(at_once)
+                now = time.perf_counter()
+                stats.service_s += in_flight * (now - since)
+                since = now
+                windows, results = self._reap(tag)
+                in_flight -= len(windows)
+                if len(windows):
+                    refused = progress.settle(windows, results)
+                    if len(refused):
+                        again = np.concatenate([again, refused])
+                    if landed is not None:
+                        landed(progress.landed())
+        finally:
+            self._drain()
+        return stats
+
+    def close(self) -> None:
+        """Give the ring back. Harmless in a child: it drops the child's copies only."""
+        if self._address:
+            self._library.io_uring_queue_exit(self._address)
+            self._address = 0
+
+    def _room(self, in_flight: int) -> int:
+        """How many reads can be written now without wrapping around the end of the submission queue."""
+        tail = int(self._sq_tail[0])
+        waiting = (tail - int(self._sq_head[0])) & 0xFFFFFFFF
+        return min(self.depth - in_flight, len(self._sqes) - waiting, len(self._sqes) - (tail & self._sq_mask))
+
+    def _write(
+        self,
+        file: NDArray[np.int32],
+        offset: Int64,
+        length: Int64,
+        dest: Int64,
+        numbers: Int64,
+        tag: int,
+        descriptors: NDArray[np.int32],
+        address: int,
+    ) -> None:
+        if not len(numbers):
+            return
+        tail = int(self._sq_tail[0])
+        slot = tail & self._sq_mask
+        entries = self._sqes[slot : slot + len(numbers)]
+        entries["fd"] = descriptors[file] if len(descriptors) > 1 else descriptors[0]
+        entries["off"] = offset
+        entries["addr"] = dest + address
+        entries["len"] = length
+        entries["user_data"] = numbers + tag
+        self._sq_tail[0] = (tail + len(numbers)) & 0xFFFFFFFF
+
+    def _enter(self, wait_for: int) -> None:
+        """Submit what is written and wait for completions. The kernel may take less, or be interrupted: call again."""
+        waiting = (int(self._sq_tail[0]) - int(self._sq_head[0])) & 0xFFFFFFFF
+        taken = self._library.io_uring_enter(self._ring.ring_fd, waiting, wait_for, _ENTER_GETEVENTS, None)
+        if taken >= 0 or taken == -errno.EINTR:
+            return
+        if taken not in (-errno.EAGAIN, -errno.EBUSY):
+            raise OSError(-taken, f"io_uring_enter failed: {os.strerror(-taken)}")
+        # The kernel is short of memory or wants its completions collected: let what is under way end first.
+        if self._under_way():
+            self._library.io_uring_enter(self._ring.ring_fd, 0, 1, _ENTER_GETEVENTS, None)
+            self._refusals = 0
+            return
+        self._refusals += 1
+        if self._refusals > MAX_REFUSALS:
+            raise OSError(-taken, f"io_uring took no read in {self._refusals} attempts: {os.strerror(-taken)}")
+        time.sleep(0.001)
+
+    def _reap(self, tag: int) -> tuple[Int64, Int64]:
+        """Take all completions there are: window numbers and results."""
+        head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
+        count = (tail - head) & 0xFFFFFFFF
+        slot = head & self._cq_mask
+        entries = self._cqes[slot : slot + count]
+        if len(entries) < count:
+            entries = np.concatenate([entries, self._cqes[: count - len(entries)]])
+        windows = entries["user_data"].astype(np.int64) - tag
+        results = entries["res"].astype(np.int64)
+        self._cq_head[0] = tail
+        assert not int(self._sq_flags[0]) & _SQ_CQ_OVERFLOW, "more reads in flight than completions fit"
+        return windows, results
+
+    def _under_way(self) -> int:
+        """Reads the kernel has taken and not yet answered, from the queues' own counters."""
+        return (int(self._sq_head[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
+
+    def _drain(self) -> None:
+        """Wait until the kernel writes to no buffer any more; an interrupt is raised only afterwards."""
+        interrupted: KeyboardInterrupt | None = None
+        self._sq_tail[0] = self._sq_head[0]  # what was not taken never will be
+        while self._under_way():
+            try:
+                under_way = self._under_way()
+                self._library.io_uring_enter(self._ring.ring_fd, 0, under_way, _ENTER_GETEVENTS, None)
+                self._cq_head[0] = self._cq_tail[0]
+            except KeyboardInterrupt as interrupt:
+                interrupted = interrupt
+        if interrupted is not None:
+            raise interrupted
+
+
+def _view(address: int, count: int, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return np.frombuffer(memory, dtype)
+
+
+def _words(address: int, count: int) -> NDArray[np.uint32]:
+    return np.frombuffer((ctypes.c_uint32 * count).from_address(address), np.uint32)
+
+
+def _why_refused(code: int) -> str:
+    if code == errno.EPERM:
+        try:
+            setting = Path("/proc/sys/kernel/io_uring_disabled").read_text().strip()
+        except OSError:
+            setting = "0"
+        cause = (
+            f"kernel.io_uring_disabled is {setting}; set it to 0"
+            if setting != "0"
+            else "a seccomp profile forbids it, as those of containers do; allow io_uring_setup, io_uring_enter and "
+            "io_uring_register"
+        )
+    elif code == errno.ENOSYS:
+        cause = f"this kernel ({os.uname().release}) has no io_uring"
+    elif code == errno.ENOMEM:
+        cause = "no memory may be locked for it; raise RLIMIT_MEMLOCK (ulimit -l)"
+    elif code in (errno.EMFILE, errno.ENFILE):
+        cause = "there are too many open files; raise RLIMIT_NOFILE (ulimit -n)"
+    else:
+        cause = f"the kernel ({os.uname().release}) takes none of the flag sets that are safe on {platform.machine()}"
+    return f"io_uring is refused ({errno.errorcode.get(code, code)}): {cause}"

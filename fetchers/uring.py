@@ -1,0 +1,88 @@
+"""io_uring: all reads of a plan in flight at once, from one thread."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from lazyio.errors import ReadError, Unsupported
+from lazyio.fetchers.base import Bytes, Extent, Fetcher, FetcherOptions, Landed, ReadPlan, ReadStats
+from lazyio.fetchers.direct import open_for_reads
+from lazyio.fetchers.progress import Progress
+from lazyio.fetchers.ring import Ring
+
+
+class UringFetcher(Fetcher):
+    """Reads through a ring of the calling thread; rings are made when a thread first reads, and die with it."""
+
+    name: ClassVar[str] = "uring"
+
+    def __init__(self, extents: Sequence[Extent], row_bytes: int, options: FetcherOptions) -> None:
+        super().__init__(extents, row_bytes, options)
+        self._local = threading.local()
+        try:
+            opened = open_for_reads(self.files, options.direct_io, row_bytes, options.block_bytes)
+        except BaseException:
+            self.files.close()
+            raise
+        self._opened = opened
+        self.direct_io, self.alignment, self.fell_back = opened.direct, opened.alignment, opened.reason
+        self._descriptors = np.array(opened.descriptors, np.int32)
+        try:
+            self.queue_depth = self._ring().depth
+            self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, plan: ReadPlan, buffer: Bytes, landed: Landed | None = None) -> ReadStats:
+        """Read the plan; the base class has the contract."""
+        progress = Progress(plan, self.files, self.alignment)
+        stats = self._ring().read(plan, progress, self._descriptors, buffer.ctypes.data, landed)
+        if progress.failure is not None:
+            raise progress.failure
+        stats.bytes_read, stats.resumed = progress.bytes_read, progress.resumed
+        return stats
+
+    def close(self) -> None:
+        """Close the calling thread's ring and the files; other threads' rings go when those threads end."""
+        self._local = threading.local()
+        self._opened.close()
+        super().close()
+
+    def _ring(self) -> Ring:
+        own: _OwnRing | None = getattr(self._local, "own", None)
+        if own is None or own.ring.pid != os.getpid():
+            own = self._local.own = _OwnRing(self.options.queue_depth)
+        return own.ring
+
+    def _probe(self) -> None:
+        """Read one block of the first file: a kernel may allow rings and still refuse reads."""
+        length = max(512, self.alignment.offset)
+        zero = np.zeros(1, np.int64)
+        plan = ReadPlan(zero.astype(np.int32), zero, zero + length, zero, zero, length)
+        with mmap.mmap(-1, length) as memory:
+            area = np.frombuffer(memory, np.uint8)
+            try:
+                self.read(plan, area)
+            except ReadError as error:
+                raise Unsupported(f"io_uring is there but a first read through it failed: {error}") from error
+            finally:
+                del area
+
+
+class _OwnRing:
+    """A ring that is given back when the thread whose local storage holds it ends."""
+
+    def __init__(self, depth: int) -> None:
+        self.ring = Ring(depth)
+
+    def __del__(self) -> None:
+        ring = getattr(self, "ring", None)
+        if ring is not None:
+            ring.close()
