@@ -1,0 +1,254 @@
+"""Every setting: its name, what it takes, its value when unset, the modes in which it has effect, what it is for.
+
+An argument goes over the environment variable `LAZYIO_<NAME>`, which goes over the default. The same table makes
+docs/settings.md: `python -m lazyio.settings` prints it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lazyio.errors import SettingError
+from lazyio.fetchers.registry import available
+from lazyio.units import format_bytes, parse_bytes
+
+__all__ = ["MODES", "SETTINGS", "Setting", "applies", "check", "differing", "document", "resolve"]
+
+MODES = ("auto", "uring", "on-direct", "on", "on-bare", "off")
+
+_PREFIX = "LAZYIO_"
+
+# A mode may also be the name of a fetcher: these are ours.
+_MODE_OF_FETCHER = {"resident": "off", "mmap": "on", "pread": "on-direct"}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What values look like as text. `parse` raises ValueError for any other text."""
+
+    accepts: str
+    parse: Callable[[str], Any]
+    write: Callable[[Any], str] = str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. In modes other than `modes` it has no effect; fetchers of third parties are given all of them."""
+
+    name: str
+    form: Form
+    default: Any
+    help: str
+    modes: tuple[str, ...] = MODES
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return _PREFIX + self.name.upper()
+
+    def read(self, value: object, source: str) -> Any:
+        """Parse a value that was given as `source`. Raises SettingError that names source, value and accepted forms."""
+        try:
+            return self.form.parse(str(value).strip())
+        except ValueError:
+            raise SettingError(f"{source} is {str(value)!r}; it can be {self.form.accepts}") from None
+
+
+def _choice(*words: str) -> Form:
+    def parse(text: str) -> str:
+        return words[words.index(text.lower())]
+
+    return Form(f"{', '.join(words[:-1])} or {words[-1]}", parse)
+
+
+def _switch() -> Form:
+    values = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+
+    def parse(text: str) -> bool:
+        if text.lower() not in values:
+            raise ValueError
+        return values[text.lower()]
+
+    return Form("on, true, yes or 1; off, false, no or 0", parse, lambda value: "on" if value else "off")
+
+
+def _count(least: int, most: int) -> Form:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
+            raise ValueError
+        return int(text)
+
+    return Form(f"a whole number from {least} to {most}", parse)
+
+
+def _size(least: int = 0, zero: str = "") -> Form:
+    """Bytes; `zero`, if given, is what 0 means, and then 0 is allowed below `least` too."""
+
+    def parse(text: str) -> int:
+        count = parse_bytes(text)
+        if count < least and not (zero and count == 0):
+            raise ValueError
+        return count
+
+    bounds = f" of at least {format_bytes(least)}" if least else ""
+    accepts = f"a size{bounds} such as 4096, 512MiB or 1.5GiB" + (f"; 0 {zero}" if zero else "")
+    return Form(accepts, parse, lambda count: format_bytes(count) if count else "0")
+
+
+def _block() -> Form:
+    most = 1 << 20
+
+    def parse(text: str) -> int:
+        count = parse_bytes(text)
+        if count and not (512 <= count <= most and count.bit_count() == 1):
+            raise ValueError
+        return count
+
+    return Form("a power of two from 512 to 1MiB; 0 takes the least that each file allows", parse)
+
+
+def _mode() -> Form:
+    def parse(text: str) -> str:
+        if text.lower() in MODES:
+            return text.lower()
+        if text not in available():
+            raise ValueError
+        return text
+
+    return Form(f"{', '.join(MODES)} or the name of a registered fetcher", parse)
+
+
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting
+    for setting in (
+        Setting("lazy_mode", _mode(), "auto", "How rows are fetched."),
+        Setting(
+            "direct_io",
+            _choice("auto", "on", "off"),
+            "auto",
+            "Whether reads bypass the page cache. auto: yes, unless rows are as large as an OS page.",
+            ("auto", "uring", "on-direct"),
+        ),
+        Setting("workers", _count(1, 1024), 32, "Threads that read at the same time.", ("auto", "on-direct")),
+        Setting("queue_depth", _count(1, 32768), 4096, "Reads in flight at the same time.", ("auto", "uring")),
+        Setting("block_bytes", _block(), 0, "Least length of a direct read.", ("auto", "uring", "on-direct")),
+        Setting(
+            "budget",
+            _size(least=1 << 20),
+            512 << 20,
+            "Memory of our own that a table may take for the blocks it has read.",
+            ("auto", "uring", "on-direct"),
+        ),
+        Setting(
+            "reserve",
+            _size(),
+            2 << 30,
+            "Memory that must stay free beside a table which is loaded whole.",
+            ("auto", "off"),
+        ),
+        Setting(
+            "mmap_rss",
+            _size(zero="leaves it to the kernel"),
+            0,
+            "Mapped pages of a table beyond this are given back.",
+            ("auto", "on", "on-bare"),
+        ),
+        Setting(
+            "mmap_safe",
+            _switch(),
+            False,
+            "Copy rows out of the map through the kernel: slower, but then a file that is truncated meanwhile gives an "
+            "error instead of killing the process.",
+            ("auto", "on", "on-bare"),
+        ),
+        Setting(
+            "strict", _switch(), False, "Fail where something that was asked for can't be had, instead of falling back."
+        ),
+    )
+}
+
+
+def resolve(name: str, given: object = None) -> Any:
+    """The value of a setting: `given` unless None, else that of the environment, else the default.
+
+    Raises SettingError for an unknown name and for a value that is not of an accepted form.
+    """
+    setting = _named(name)
+    if given is not None:
+        return setting.read(given, name)
+    text = os.environ.get(setting.variable)
+    return setting.default if text is None else setting.read(text, setting.variable)
+
+
+def applies(name: str, mode: str) -> bool:
+    """Whether a setting has effect in a mode."""
+    mode = _MODE_OF_FETCHER.get(mode, mode)
+    return mode not in MODES or mode in _named(name).modes
+
+
+def check(mode: str, given: Mapping[str, object]) -> None:
+    """Raise SettingError if a setting given as an argument, not None, would be ignored; also for a misspelt variable.
+
+    Variables of the environment are meant for all tables, so one that does not apply to this mode is left alone.
+    """
+    for name, value in given.items():
+        if value is not None and not applies(name, mode):
+            modes = ", ".join(_named(name).modes)
+            raise SettingError(f"{name} has no effect in mode {mode}, only in {modes}: leave it out or change the mode")
+    if given.get("block_bytes") is not None and resolve("direct_io", given.get("direct_io")) == "off":
+        raise SettingError("block_bytes has no effect while direct_io is off: leave one of them out")
+    for variable in os.environ:
+        if variable.startswith(_PREFIX) and variable.removeprefix(_PREFIX).lower() not in SETTINGS:
+            _refuse_misspelt(variable)
+
+
+def differing(given: Mapping[str, object] | None = None) -> list[str]:
+    """What is not at its default, as 'name=value', with the variable's name behind it where that is the reason."""
+    found = []
+    for name, setting in SETTINGS.items():
+        argument = (given or {}).get(name)
+        value = resolve(name, argument)
+        if value != setting.default:
+            source = f" ({setting.variable})" if argument is None else ""
+            found.append(f"{name}={setting.form.write(value)}{source}")
+    return found
+
+
+def document() -> str:
+    """The page docs/settings.md."""
+    lines = [
+        "# Settings",
+        "",
+        "An argument goes over the environment variable, which goes over the default. A value of another form is an",
+        "error, never the default. So is an argument that has no effect in the chosen mode; a variable, which is meant",
+        "for all tables, is then left alone.",
+        "",
+        "| setting | variable | default | modes | meaning | values |",
+        "|---|---|---|---|---|---|",
+    ]
+    for setting in SETTINGS.values():
+        modes = "all" if setting.modes == MODES else ", ".join(f"`{mode}`" for mode in setting.modes)
+        cells = [f"`{setting.name}`", f"`{setting.variable}`", setting.form.write(setting.default), modes]
+        lines.append(f"| {' | '.join([*cells, setting.help, setting.form.accepts])} |")
+    lines += ["", "This page is made by `python -m lazyio.settings`.", ""]
+    return "\n".join(lines)
+
+
+def _named(name: str) -> Setting:
+    if name not in SETTINGS:
+        raise SettingError(f"there is no setting {name!r}; there are: {', '.join(SETTINGS)}")
+    return SETTINGS[name]
+
+
+def _refuse_misspelt(variable: str) -> None:
+    near = difflib.get_close_matches(variable, [setting.variable for setting in SETTINGS.values()], n=1, cutoff=0.85)
+    if near:
+        raise SettingError(f"the environment has {variable}, which is no setting: did you mean {near[0]}?")
+
+
+if __name__ == "__main__":
+    print(document(), end="")
