@@ -7,7 +7,7 @@ from lazyio.fetchers.base import (
     FetcherOptions,
     ReadPlan,
     ReadStats,
-    TakesRows,
+    RowFetcher,
 )
 from lazyio.fetchers.registry import available, load
 
@@ -18,7 +18,7 @@ __all__ = [
     "FetcherOptions",
     "ReadPlan",
     "ReadStats",
-    "TakesRows",
+    "RowFetcher",
     "available",
     "load",
 ]

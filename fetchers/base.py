@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +43,10 @@ class FetcherOptions:
     workers: int = 32  # reads at once, of fetchers that work with a pool
     queue_depth: int = 4096  # reads in flight, of fetchers that queue
     block_bytes: int = 0  # smallest read under direct I/O; 0 takes the file's own alignment
+    advice: bool = True  # of maps: ask for absent OS pages in batches; off leaves them to demand faults
     mmap_rss_bytes: int = 0  # trim mapped pages beyond this; 0 leaves them to the kernel
     mmap_safe: bool = False  # copy out of maps through the kernel: slower, and a truncated file can't kill the process
+    reserve_bytes: int = 0  # memory that a resident table must leave free
     extra: dict[str, Any] = field(default_factory=dict)  # for fetchers of third parties
 
 
@@ -88,11 +90,9 @@ class ReadStats:
     service_s: float = 0.0
 
     def add(self, other: ReadStats) -> None:
-        """Add the counts of another read to these."""
-        self.reads += other.reads
-        self.bytes_read += other.bytes_read
-        self.resumed += other.resumed
-        self.service_s += other.service_s
+        """Add the counts of `other`, whose fields this must have."""
+        for name in other.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Fetcher(abc.ABC):
@@ -136,10 +136,32 @@ class Fetcher(abc.ABC):
         self.close()
 
 
-@runtime_checkable
-class TakesRows(Protocol):
-    """A fetcher whose rows lie in addressable memory, so that no plan and no staging are needed."""
+class RowFetcher(Fetcher):
+    """A fetcher whose rows lie in addressable memory: they are copied straight to where they are wanted.
 
+    The table calls `take`, with no dedup, plan or staging; `read` serves callers that bring a plan.
+    """
+
+    @abc.abstractmethod
     def take(self, ids: Int64, out: Bytes) -> ReadStats:
         """Copy rows `ids` [n], valid and in any order, to `out` [n, row_bytes], C-contiguous."""
-        ...
+
+    def read(self, plan: ReadPlan, buffer: Bytes, landed: Landed | None = None) -> ReadStats:
+        """Copy the rows of each window: alignment is 1, so every window is a run of whole rows."""
+        first = self._row_at(plan.file, plan.offset)
+        count = plan.length // self.row_bytes
+        start = np.cumsum(count) - count
+        ids = np.repeat(first - start, count) + np.arange(int(count.sum()))
+        stats = self.take(ids, buffer[: plan.buffer_bytes].reshape(len(ids), self.row_bytes))
+        if landed is not None:
+            landed(len(plan))
+        return stats
+
+    def _row_at(self, file: NDArray[np.int32], offset: Int64) -> Int64:
+        """Ids of the rows that begin at these places."""
+        rows = np.full(len(offset), -1, np.int64)
+        for extent in self.extents:
+            into = offset - extent.offset
+            here = (file == self.files.index[extent.path]) & (into >= 0) & (into < extent.rows * self.row_bytes)
+            rows[here] = extent.first_row + into[here] // self.row_bytes
+        return rows

@@ -1,4 +1,4 @@
-"""The whole table in memory: no reads after the first."""
+"""The whole table in memory: read once, when it is opened."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from lazyio.errors import NeverFits
-from lazyio.fetchers.base import Bytes, Extent, Fetcher, FetcherOptions, Int64, Landed, ReadPlan, ReadStats
-from lazyio.fetchers.direct import open_for_reads
+from lazyio.errors import NeverFits, ReadError
+from lazyio.fetchers.base import Bytes, Extent, FetcherOptions, Int64, ReadStats, RowFetcher
 from lazyio.host import available_memory_bytes
 from lazyio.units import format_bytes
 
 _CHUNK_BYTES = 16 << 20
 
 
-class ResidentFetcher(Fetcher):
+class ResidentFetcher(RowFetcher):
     """Holds all rows in anonymous memory, one array [rows, row_bytes] in the order of their ids.
 
-    `options.extra` may carry `reserve_bytes`, memory to leave free. Raises NeverFits, before it reads anything, where
-    the table is larger than what can be had.
+    Raises NeverFits before it reads anything where the table and `options.reserve_bytes` are more than memory has.
     """
 
     name: ClassVar[str] = "resident"
@@ -30,14 +28,45 @@ class ResidentFetcher(Fetcher):
         super().__init__(extents, row_bytes, options)
         rows = sum(extent.rows for extent in extents)
         try:
-            _refuse_if_too_large(rows * row_bytes, int(options.extra.get("reserve_bytes", 0)))
+            _refuse_if_too_large(rows * row_bytes, options.reserve_bytes)
             self._table = np.empty((rows, row_bytes), np.uint8)
-            self._fill()
+            for extent in self.extents:
+                self._load(extent)
         except BaseException:
             self.files.close()
             raise
 
     def take(self, ids: Int64, out: Bytes) -> ReadStats:
-        """Copy rows; `TakesRows` has the contract."""
+        """Copy rows; the base class has the contract."""
         np.take(self._table, ids, axis=0, out=out, mode="clip")
         return ReadStats()
+
+    def _load(self, extent: Extent) -> None:
+        """Read one extent from start to end, leaving nothing of it in the page cache."""
+        descriptor = self.files.descriptors[self.files.index[extent.path]]
+        rows = self._table[extent.first_row : extent.first_row + extent.rows]
+        target = memoryview(rows.reshape(-1))
+        done = 0
+        while done < len(target):
+            at = extent.offset + done
+            chunk = target[done : done + _CHUNK_BYTES]
+            got = os.preadv(descriptor, [chunk], at)
+            os.posix_fadvise(descriptor, at, got, os.POSIX_FADV_DONTNEED)
+            if got == 0:
+                raise ReadError(
+                    f"{extent.path} ends at {at}, {len(target) - done} bytes before the end of the table",
+                    path=extent.path,
+                    offset=at,
+                    wanted=len(chunk),
+                    got=0,
+                )
+            done += got
+
+
+def _refuse_if_too_large(table_bytes: int, reserve_bytes: int) -> None:
+    available = available_memory_bytes()
+    if table_bytes + reserve_bytes > available:
+        raise NeverFits(
+            f"the table takes {format_bytes(table_bytes)} of memory and {format_bytes(reserve_bytes)} must stay free, "
+            f"but {format_bytes(available)} can be had: use mode uring, on-direct or on, or lower reserve"
+        )

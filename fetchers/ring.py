@@ -155,7 +155,9 @@ def library() -> ctypes.CDLL:
         else:
             return loaded
     raise Unsupported(
-        "liburing is not to be found (" + "; ".join(failures) + "): install the liburing package, or the system's liburing2"
+        "liburing is not to be found ("
+        + "; ".join(failures)
+        + "): install the liburing package, or the system's liburing2"
     )
 
 

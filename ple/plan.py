@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lazyio.fetchers.base import Alignment, Extent, Int64, ReadPlan
+
+#: Iterates over the ids of a request, int64, in chunks of bounded length.
+Chunks = Callable[[], Iterator[Int64]]
 
 # A merged window is cut beyond this, so that a run of neighbours is still read by several reads at once.
 MAX_WINDOW_BYTES = 256 << 10
@@ -119,11 +122,11 @@ class Geometry:
         into = dest[:-1] - window_start
         position = offset + (into if head is None else into[head.cumsum() - 1])
         file = np.zeros(len(length), np.int32) if of_window is None else self._file[of_window]
-        return RowPlan(
-            ReadPlan(file, window_start, length, needed, dest[:-1], int(dest[-1])), position, first_row
-        )
+        return RowPlan(ReadPlan(file, window_start, length, needed, dest[:-1], int(dest[-1])), position, first_row)
 
-    def _heads(self, extent: Int64 | None, start: Int64, stop: Int64) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+    def _heads(
+        self, extent: Int64 | None, start: Int64, stop: Int64
+    ) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
         """Mark the rows at which a new window begins; None where every row has a window of its own."""
         joined = start[1:] <= stop[:-1]
         if extent is not None:
@@ -137,3 +140,33 @@ class Geometry:
         rank = np.arange(len(head)) - heads[head.cumsum() - 1]
         head |= rank % most == 0
         return head
+
+
+def distinct_in_ranges(ids: Chunks, rows: int, limit: int) -> Iterator[tuple[int, int, Int64]]:
+    """Cut the ids 0 .. rows-1 into ranges of which `ids` has at most `limit` distinct ones; yield (low, high, those).
+
+    `ids()` iterates over the request in chunks, and is called about twice a range. So a request of any length is
+    deduplicated exactly with memory for `limit` ids.
+    """
+    ranges = [(0, rows)]
+    while ranges:
+        low, high = ranges.pop()
+        distinct = _distinct(ids, low, high, limit)
+        if len(distinct) > limit:
+            middle = int(distinct[len(distinct) // 2])
+            ranges += [(middle, high), (low, middle)]
+        elif len(distinct):
+            yield low, high, distinct
+
+
+def _distinct(ids: Chunks, low: int, high: int, limit: int) -> Int64:
+    """The distinct ids from low up to high, ascending; or the first more than `limit` that turn up."""
+    distinct = np.empty(0, np.int64)
+    pending: list[Int64] = []
+    for chunk in ids():
+        pending.append(chunk[(chunk >= low) & (chunk < high)])
+        if sum(map(len, pending)) > limit:
+            distinct, pending = np.unique(np.concatenate([distinct, *pending])), []
+            if len(distinct) > limit:
+                return distinct
+    return np.unique(np.concatenate([distinct, *pending]))

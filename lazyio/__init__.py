@@ -1,0 +1,47 @@
+"""Rows of per-layer embedding tables, read from disk as fast as the device allows.
+
+`open_table(path)` finds the table of a model file, `table.gather(ids)` reads its rows. docs/structure.md tells how.
+"""
+
+from lazyio.errors import (
+    LazyIOError,
+    NetworkFilesystemWarning,
+    NeverFits,
+    NotCold,
+    ReadError,
+    RowIndexError,
+    SettingError,
+    TableError,
+    Unsupported,
+)
+from lazyio.modes import MODES, Backend
+from lazyio.ple.raw import raw_table
+from lazyio.ple.rowids import row_ids_of
+from lazyio.ple.spec import NgramHash, TableSpec
+from lazyio.ple.tables import find_table, find_tables
+from lazyio.table import LazyTable, TableStats, open_table
+from lazyio.version import __version__
+
+__all__ = [
+    "MODES",
+    "Backend",
+    "LazyIOError",
+    "LazyTable",
+    "NetworkFilesystemWarning",
+    "NeverFits",
+    "NgramHash",
+    "NotCold",
+    "ReadError",
+    "RowIndexError",
+    "SettingError",
+    "TableError",
+    "TableSpec",
+    "TableStats",
+    "Unsupported",
+    "__version__",
+    "find_table",
+    "find_tables",
+    "open_table",
+    "raw_table",
+    "row_ids_of",
+]

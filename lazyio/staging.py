@@ -1,0 +1,101 @@
+"""Memory that reads land in: anonymous, page-aligned, bounded, leased and used again."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from lazyio.errors import NeverFits
+from lazyio.fetchers.base import Bytes
+from lazyio.forking import renew_in_child
+from lazyio.units import format_bytes
+
+_STEP_BYTES = 1 << 20  # areas are whole multiples, so that leases of about one size share them
+
+# What a child inherits of its parent's areas is not mapped there (MADV_DONTFORK), and must never be unmapped either:
+# by then something else may lie at those addresses.
+_abandoned: list[object] = []
+
+
+class _Area:
+    """One private anonymous map, kept out of children so that a read in flight never meets a copied page."""
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+
+
+class Staging:
+    """Areas of at most `budget_bytes` together. A lease that would exceed them waits for others to end."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._begin()
+        renew_in_child(self)
+
+    @contextmanager
+    def lease(self, size: int) -> Iterator[Bytes]:
+        """Lend uint8 [size], page-aligned, with whatever bytes it held before.
+
+        Raises NeverFits where `size` exceeds the budget.
+        """
+        area = self._take(size)
+        try:
+            yield area.bytes[:size]
+        finally:
+            with self._changed:
+                if area in self._lent:  # not so in a child that was forked during the lease
+                    self._lent.remove(area)
+                    self._free.append(area)
+                    self._changed.notify_all()
+
+    def held_bytes(self) -> int:
+        """Bytes of all areas, lent or not."""
+        with self._changed:
+            return self._held()
+
+    def close(self) -> None:
+        """Give back what is not lent."""
+        with self._changed:
+            self._free.clear()
+
+    def _take(self, size: int) -> _Area:
+        rounded = -(-max(size, 1) // _STEP_BYTES) * _STEP_BYTES
+        if rounded > self.budget_bytes:
+            raise NeverFits(
+                f"a read needs {format_bytes(rounded)} of staging and the budget is {format_bytes(self.budget_bytes)}: "
+                "raise budget"
+            )
+        with self._changed:
+            while True:
+                fitting = [area for area in self._free if rounded <= len(area.bytes)]
+                if fitting:
+                    area = min(fitting, key=lambda free: len(free.bytes))
+                    self._free.remove(area)
+                    break
+                while self._free and self._held() + rounded > self.budget_bytes:
+                    self._free.pop(0)
+                if self._held() + rounded <= self.budget_bytes:
+                    area = _Area(rounded)
+                    break
+                self._changed.wait()
+            self._lent.append(area)
+            return area
+
+    def _held(self) -> int:
+        return sum(len(area.bytes) for area in (*self._free, *self._lent))
+
+    def renew(self) -> None:
+        """Start empty in a child process, leaving the parent's areas alone."""
+        _abandoned.extend((self._free, self._lent))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._changed = threading.Condition()
+        self._free: list[_Area] = []
+        self._lent: list[_Area] = []
