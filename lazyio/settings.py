@@ -1,7 +1,7 @@
 """Every setting: its name, what it takes, its value when unset, the modes in which it has effect, what it is for.
 
 An argument goes over the environment variable `LAZYIO_<NAME>`, which goes over the default. The same table makes
-docs/settings.md: `python -m lazyio.settings` prints it.
+docs/settings.md: `lazyio settings` prints it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazyio.errors import SettingError
+from lazyio.fetchers.base import FetcherOptions
 from lazyio.fetchers.registry import available
+from lazyio.modes import FETCHERS, MODES
 from lazyio.units import format_bytes, parse_bytes
 
-__all__ = ["MODES", "SETTINGS", "Setting", "applies", "check", "differing", "document", "resolve"]
-
-MODES = ("auto", "uring", "on-direct", "on", "on-bare", "off")
+__all__ = ["SETTINGS", "Setting", "applies", "check", "differing", "document", "fetcher_options", "resolve"]
 
 _PREFIX = "LAZYIO_"
 
-# A mode may also be the name of a fetcher: these are ours.
-_MODE_OF_FETCHER = {"resident": "off", "mmap": "on", "pread": "on-direct"}
+# A mode may also be the name of a fetcher, and then has the settings of the first mode that stands for it.
+_MODE_OF_FETCHER = {fetcher: mode for mode, fetcher in reversed(FETCHERS.items())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,21 @@ def resolve(name: str, given: object = None) -> Any:
     return setting.default if text is None else setting.read(text, setting.variable)
 
 
+def fetcher_options(given: Mapping[str, object], extra: dict[str, Any] | None = None) -> FetcherOptions:
+    """Options of a fetcher, resolved from the arguments by name; `extra` is handed on. Raises as `resolve` does."""
+    value = {name: resolve(name, given.get(name)) for name in SETTINGS}
+    return FetcherOptions(
+        direct_io=value["direct_io"],
+        workers=value["workers"],
+        queue_depth=value["queue_depth"],
+        block_bytes=value["block_bytes"],
+        mmap_rss_bytes=value["mmap_rss"],
+        mmap_safe=value["mmap_safe"],
+        reserve_bytes=value["reserve"],
+        extra=extra or {},
+    )
+
+
 def applies(name: str, mode: str) -> bool:
     """Whether a setting has effect in a mode."""
     mode = _MODE_OF_FETCHER.get(mode, mode)
@@ -234,7 +249,7 @@ def document() -> str:
         modes = "all" if setting.modes == MODES else ", ".join(f"`{mode}`" for mode in setting.modes)
         cells = [f"`{setting.name}`", f"`{setting.variable}`", setting.form.write(setting.default), modes]
         lines.append(f"| {' | '.join([*cells, setting.help, setting.form.accepts])} |")
-    lines += ["", "This page is made by `python -m lazyio.settings`.", ""]
+    lines += ["", "This page is what `lazyio settings` prints.", ""]
     return "\n".join(lines)
 
 
@@ -248,7 +263,3 @@ def _refuse_misspelt(variable: str) -> None:
     near = difflib.get_close_matches(variable, [setting.variable for setting in SETTINGS.values()], n=1, cutoff=0.85)
     if near:
         raise SettingError(f"the environment has {variable}, which is no setting: did you mean {near[0]}?")
-
-
-if __name__ == "__main__":
-    print(document(), end="")

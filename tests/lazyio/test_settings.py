@@ -6,7 +6,9 @@ import pytest
 
 from lazyio import settings
 from lazyio.errors import SettingError
-from lazyio.settings import MODES, SETTINGS, applies, check, differing, document, resolve
+from lazyio.fetchers import FetcherOptions
+from lazyio.modes import MODES
+from lazyio.settings import SETTINGS, applies, check, differing, document, fetcher_options, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +125,16 @@ def test_which_settings_have_effect_in_which_mode(mode: str, without_effect: set
     assert {name for name in SETTINGS if not applies(name, mode)} == without_effect
 
 
+def test_options_of_fetchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYIO_WORKERS", "8")
+    options = fetcher_options({"queue_depth": 64, "mmap_rss": "1g", "reserve": None}, {"theirs": 1})
+    assert options == FetcherOptions(
+        workers=8, queue_depth=64, mmap_rss_bytes=1 << 30, reserve_bytes=2 << 30, extra={"theirs": 1}
+    )
+    with pytest.raises(SettingError, match="block_bytes is '3'"):
+        fetcher_options({"block_bytes": 3})
+
+
 def test_every_mode_of_the_table_is_a_mode() -> None:
     assert all(set(setting.modes) <= set(MODES) for setting in SETTINGS.values())
 
@@ -169,4 +181,4 @@ def test_what_differs_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_page_of_settings_is_the_one_that_this_table_makes() -> None:
     page = Path(__file__).parents[2] / "docs" / "settings.md"
-    assert page.read_text() == document(), "run: python -m lazyio.settings > docs/settings.md"
+    assert page.read_text() == document(), "run: lazyio settings > docs/settings.md"
