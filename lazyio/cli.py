@@ -1,0 +1,100 @@
+"""The command `lazyio`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from lazyio.errors import LazyIOError
+from lazyio.version import __version__
+
+_FAILED = 2
+_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+
+
+class _Commands(TyperGroup):
+    """Turns what a command may raise into one line on stderr and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # whoever read our output has seen enough; typer ends quietly
+        except KeyboardInterrupt:
+            _say("interrupted")
+            raise typer.Exit(_INTERRUPTED) from None
+        except (LazyIOError, OSError) as error:
+            _say(f"error: {_text_of(error)}")
+            raise typer.Exit(_FAILED) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Rows of per-layer embedding tables, read from disk as fast as the device allows.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line; the entry point of the package."""
+    warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lazyio {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A model file, the first of its parts, or a folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show the tables of a model, where they lie, and how the mode auto would read them."""
+    from rich.console import Console
+
+    from lazyio import inspect as facts
+    from lazyio.inspect_view import show
+
+    tables = facts.inspect(path)
+    if as_json:
+        print(json.dumps(facts.as_json(path, tables), indent=2))
+    else:
+        show(tables, Console(highlight=False))
+
+
+@app.command()
+def settings() -> None:
+    """Print all settings: their environment variables, defaults, accepted values, and modes in which they matter."""
+    from lazyio.settings import document
+
+    print(document(), end="")
+
+
+def _say(line: str) -> None:
+    print(f"lazyio: {' '.join(line.split())}", file=sys.stderr)
+
+
+def _text_of(error: Exception) -> str:
+    """Our own messages are complete; the system's are put without the number."""
+    if isinstance(error, OSError) and not isinstance(error, LazyIOError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error)
