@@ -33,23 +33,26 @@ def raw_table(
         raise TableError(f"{path}: rows of {row_bytes} bytes from byte {offset} can't be; state at least 1 and 0")
     if dtype not in TYPES:
         raise TableError(f"{path}: rows of the unknown type {dtype!r}; known are {', '.join(sorted(TYPES))}")
-    values = TYPES[dtype].row_values(row_bytes)
+    try:
+        values = TYPES[dtype].row_values(row_bytes)
+    except TableError as error:
+        raise TableError(f"{path}: {error}") from None
     if row_values is not None and row_values != values:
         raise TableError(f"{path}: {row_bytes} bytes of {dtype} hold {values} values, not {row_values}")
     with SourceFile(path) as source:
         fitting = max(0, source.size - offset) // row_bytes
-    wanted = fitting if rows is None else operator.index(rows)
-    if not 1 <= wanted <= fitting:
+    rows = fitting if rows is None else operator.index(rows)
+    if rows < 1 or rows > fitting:
         raise TableError(
             f"{path} has {source.size} bytes, which is room for {fitting} rows of {row_bytes} bytes from byte {offset} "
-            f"on; a table of {'any' if rows is None else wanted} rows can't be in it"
+            f"on; {rows} rows can't be a table in it"
         )
     return TableSpec(
         path=path,
         tensor=os.path.basename(path),
         dtype=dtype,
-        rows=wanted,
+        rows=rows,
         row_values=values,
         row_bytes=row_bytes,
-        extents=(Extent(path, offset, 0, wanted),),
+        extents=(Extent(path, offset, 0, rows),),
     )

@@ -114,8 +114,8 @@ def _row_bytes(tensors: Sequence[StoredTensor]) -> int:
     row_bytes = (first.size_bytes or 0) // first.shape[0]
     if first.dtype in TYPES and row_bytes != TYPES[first.dtype].row_bytes(first.shape[1]):
         raise TableError(
-            f"{first.path}: tensor {first.name!r} has {row_bytes} bytes a row, which can't be {first.shape[1]} values of "
-            f"{first.dtype}"
+            f"{first.path}: tensor {first.name!r} has {row_bytes} bytes a row, which can't be {first.shape[1]} values "
+            f"of {first.dtype}"
         )
     return row_bytes
 

@@ -54,9 +54,7 @@ def find_table(path: str | os.PathLike[str], tensor: str | None = None) -> Table
         return found[0]
     if found:
         names = ", ".join(table.tensor for table in found)
-        raise TableError(
-            f"{checkpoint.path} has {len(found)} per-layer embedding tables: {names}; give the name of one"
-        )
+        raise TableError(f"{checkpoint.path} has several per-layer embedding tables: {names}; give the name of one")
     raise TableError(
         f"{checkpoint.path} has no per-layer embedding table under a known name; if it has one under another, give "
         f"that; {_what_there_is(checkpoint, tables)}"
@@ -81,12 +79,7 @@ def _open_checkpoint(path: str) -> Checkpoint:
 
 
 def _ple_tables(checkpoint: Checkpoint, tables: Mapping[str, Sequence[str]]) -> Iterator[TableSpec]:
-    for name in checkpoint.names:
-        if _PLE_TRELLIS.fullmatch(name):
-            raise TableError(
-                f"{checkpoint.path}: the per-layer embedding table is in EXL3's trellis layout ({name}), which can't be "
-                "decoded; use a GGUF, bf16 or fp8 version of the model"
-            )
+    _refuse_trellis(checkpoint)
     for name, parts in tables.items():
         if _PLE.fullmatch(name):
             yield _build(checkpoint, name, parts)
@@ -100,15 +93,26 @@ def _embeddings(checkpoint: Checkpoint, tables: Mapping[str, Sequence[str]]) -> 
 
 
 def _named_table(checkpoint: Checkpoint, tables: Mapping[str, Sequence[str]], request: str) -> TableSpec:
+    if _PLE_TRELLIS.fullmatch(request):
+        _refuse_trellis(checkpoint)
     for name in (request, request + ".weight"):
         if name in tables:
             return _build(checkpoint, name, tables[name])
         if name in checkpoint.names:  # one shard of a table
             return _build(checkpoint, name, (name,))
     raise TableError(
-        f"{checkpoint.path} has no tensor {request!r}; nearest names: {_listed(_nearest(request, checkpoint, tables))}; "
-        f"{_what_there_is(checkpoint, tables)}"
+        f"{checkpoint.path} has no tensor {request!r}; "
+        f"nearest names: {_listed(_nearest(request, checkpoint, tables))}; {_what_there_is(checkpoint, tables)}"
     )
+
+
+def _refuse_trellis(checkpoint: Checkpoint) -> None:
+    for name in checkpoint.names:
+        if _PLE_TRELLIS.fullmatch(name):
+            raise TableError(
+                f"{checkpoint.path}: the per-layer embedding table is in EXL3's trellis layout ({name}), "
+                "which can't be decoded; use a GGUF, bf16 or fp8 version of the model"
+            )
 
 
 def _build(checkpoint: Checkpoint, name: str, parts: Sequence[str]) -> TableSpec:
@@ -137,13 +141,16 @@ def _nearest(request: str, checkpoint: Checkpoint, tables: Mapping[str, Sequence
 
 def _what_there_is(checkpoint: Checkpoint, tables: Mapping[str, Sequence[str]]) -> str:
     found: list[TableSpec] = []
-    with suppress(TableError):
+    unusable = ""
+    try:
         found.extend(_ple_tables(checkpoint, tables))
+    except TableError as error:
+        unusable = f" ({error})"
     found.extend(_embeddings(checkpoint, tables))
     if found:
         shown = (f"{table.tensor} ({table.dtype}, {table.rows} rows of {table.row_bytes} bytes)" for table in found)
-        return f"tables found: {_listed(shown)}"
-    return f"no tables found among its {len(checkpoint.names)} tensors: {_listed(checkpoint.names)}"
+        return f"tables found: {_listed(shown)}{unusable}"
+    return f"no tables found among its {len(checkpoint.names)} tensors: {_listed(checkpoint.names)}{unusable}"
 
 
 def _listed(names: Iterable[str]) -> str:
