@@ -7,8 +7,6 @@ import errno
 import mmap
 import os
 
-import numpy as np
-
 from lazyio.fetchers.base import Int64
 from lazyio.fetchers.mapping import IOV_MAX, address_of, iovecs, libc
 
@@ -30,10 +28,6 @@ class Adviser:
         self._pid = 0
         self._pidfd = -1
 
-    def probe(self, address: int, length: int) -> None:
-        """Find out on one range whether the batched call is to be had, so that `fell_back` is known from the start."""
-        self.will_need(np.array([address], np.int64), np.array([length], np.int64))
-
     def will_need(self, addresses: Int64, lengths: Int64) -> None:
         """Ask for the pages of these ranges, which are whole OS pages. Advice that fails costs time, never bytes."""
         done = 0
@@ -51,7 +45,7 @@ class Adviser:
 
     def _advise(self, addresses: Int64, lengths: Int64) -> int:
         """One call; how many ranges it dealt with, at least one unless the call is not to be had."""
-        vectors = iovecs(addresses, lengths, len(addresses))
+        vectors = iovecs(addresses, lengths)
         advised = self._libc.syscall(
             _SYS_PROCESS_MADVISE,
             ctypes.c_int(self._descriptor()),

@@ -62,8 +62,8 @@ class Alignment:
 class ReadPlan:
     """Byte windows to read: sorted by (extent, offset), not overlapping, each whole multiples of the alignment.
 
-    Arrays have one entry a window. `needed` is how many bytes of the window must exist: under direct I/O the last window
-    of a file reaches past its end. Windows land in the buffer at `dest`, in order and without gaps.
+    Arrays have one entry a window. `needed` is how many bytes of the window must exist: under direct I/O the last
+    window of a file reaches past its end. Windows land in the buffer at `dest`, in order and without gaps.
     """
 
     file: NDArray[np.int32]  # index into the fetcher's files

@@ -1,105 +1,222 @@
-"""A mapped extent: its rows as an array, and which of its OS pages are known to be in memory."""
+"""Rows through read-only maps of their files, and which of their OS pages are known to be in memory."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import mmap
-from typing import cast
-
+import os
+import resource
+from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lazyio.fetchers.base import Bytes, Extent, Int64
+from lazyio.errors import ReadError
+from lazyio.fetchers.base import Bytes, Extent, Int64, ReadStats
+from lazyio.fetchers.files import FileSet
 
 OS_PAGE_BYTES = mmap.PAGESIZE
 _PAGE_SHIFT = OS_PAGE_BYTES.bit_length() - 1
-
-
-class MappedExtent:
-    """Rows of one extent through a read-only shared map, `rows` uint8 [rows, row_bytes].
-
-    What has been touched once stays in the page cache as long as the kernel likes, and mostly that is long. `absent`
-    tells which rows have not been touched yet, so that only those need advice; `forget` is for when the kernel took
-    pages back. Rows as large as an OS page are remembered one by one, smaller ones by their pages.
-    """
-
-    def __init__(self, extent: Extent, row_bytes: int, descriptor: int) -> None:
-        self.extent = extent
-        self._row_bytes = row_bytes
-        self._head = extent.offset % mmap.ALLOCATIONGRANULARITY
-        length = self._head + extent.rows * row_bytes
-        self._map = mmap.mmap(
-            descriptor, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=extent.offset - self._head
-        )
-        self._map.madvise(mmap.MADV_RANDOM)
-        flat = np.frombuffer(self._map, np.uint8)
-        self.address = flat.ctypes.data
-        self.rows: Bytes = flat[self._head :].reshape(extent.rows, row_bytes)
-        self._by_row = row_bytes >= OS_PAGE_BYTES
-        self._touched = np.zeros(extent.rows if self._by_row else -(-length // OS_PAGE_BYTES), bool)
-
-    def absent(self, rows: Int64) -> Int64:
-        """Those of `rows` (numbers within the extent) of which an OS page has not been touched yet."""
-        first, last = self._marks(rows)
-        touched = self._touched[first]
-        if last is not None:
-            touched &= self._touched[last]
-        return rows[:0] if touched.all() else rows[~touched]
-
-    def touch(self, rows: Int64) -> None:
-        """Remember that the pages of `rows` are in memory."""
-        first, last = self._marks(rows)
-        self._touched[first] = True
-        if last is not None:
-            self._touched[last] = True
-
-    def forget(self) -> None:
-        """Remember nothing any more."""
-        self._touched[:] = False
-
-    def pages(self, rows: Int64) -> tuple[Int64, Int64]:
-        """First and last OS page of each row, counted from the start of the map."""
-        start = rows * self._row_bytes + self._head
-        return start >> _PAGE_SHIFT, (start + (self._row_bytes - 1)) >> _PAGE_SHIFT
-
-    def ranges(self, rows: Int64) -> tuple[Int64, Int64]:
-        """Addresses and lengths of the merged runs of OS pages that hold `rows`, ascending."""
-        first, last = self.pages(np.sort(rows))
-        apart = np.flatnonzero(first[1:] > last[:-1] + 1)
-        starts = first[np.append(0, apart + 1)]
-        stops = last[np.append(apart, len(last) - 1)] + 1
-        return self.address + (starts << _PAGE_SHIFT), (stops - starts) << _PAGE_SHIFT
-
-    def unmap_pages(self) -> None:
-        """Give up the page-table entries; the pages stay in the page cache."""
-        self._map.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        """Unmap. No view of `rows` may be in use."""
-        del self.rows
-        self._map.close()
-
-    def _marks(self, rows: Int64) -> tuple[Int64, Int64 | None]:
-        return (rows, None) if self._by_row else self.pages(rows)
-
-
+IOV_MAX = 1024
 _IOVEC = np.dtype([("base", "u8"), ("length", "u8")])
 
+# One major fault in so many rows is tolerated before the memory of what was touched is given up: bringing in what is
+# there already costs far less than a fault, but not nothing.
+_ROWS_PER_TOLERATED_FAULT = 128
+# Rows copied at once where they go through a temporary array.
+_COPY_ROWS = 2048
 
-def iovecs(addresses: Int64 | int, lengths: Int64 | int, count: int) -> NDArray[np.void]:
+#: Starts or makes the reads of the OS pages of these rows, and says what it did.
+BringIn = Callable[[Int64], ReadStats]
+
+
+class MappedRows:
+    """The rows of all extents, through one map an extent.
+
+    What has been touched once stays in the page cache for as long as the kernel likes, and mostly that is long: it is
+    remembered, so that only the rest need be brought in before it is copied. Rows as large as an OS page are remembered
+    one by one, smaller ones by their pages. Major faults show when the kernel has taken pages back; then all is
+    forgotten.
+    """
+
+    def __init__(
+        self, files: FileSet, extents: Sequence[Extent], row_bytes: int, *, safe: bool, rss_bytes: int
+    ) -> None:
+        self._files = files
+        self._extents = extents
+        self._row_bytes = row_bytes
+        self._safe = safe
+        self._rss_bytes = rss_bytes
+        self._maps: list[mmap.mmap] = []
+        self._first = np.array([extent.first_row for extent in extents], np.int64)
+        self._file = np.array([files.index[extent.path] for extent in extents], np.int32)
+        # Rows have a place in one imaginary run of all maps, with an unused OS page between any two:
+        # place = id * row_bytes + place_shift[extent], address = place + address_shift[extent].
+        self._place_shift = np.zeros(len(extents), np.int64)
+        self._address_shift = np.zeros(len(extents), np.int64)
+        pages = 0
+        try:
+            for number, extent in enumerate(extents):
+                pages += self._map(number, extent, pages) + 1
+        except BaseException:
+            self.close()
+            raise
+        self._by_row = row_bytes >= OS_PAGE_BYTES
+        self._touched = np.zeros(sum(extent.rows for extent in extents) if self._by_row else pages, bool)
+
+    def take(self, ids: Int64, out: Bytes, bring_in: BringIn | None) -> ReadStats:
+        """Copy rows `ids` [n] to `out` [n, row_bytes], having brought in those that have not been touched.
+
+        Raises ReadError where a file was truncated or rewritten since it was opened.
+        """
+        extent = self._extent(ids)
+        for file in (0,) if len(self._files.paths) == 1 else np.unique(self._file[extent]).tolist():
+            self._files.check(file)
+        stats = ReadStats()
+        if bring_in is not None:
+            absent = self.absent(ids)
+            if len(absent):
+                stats = bring_in(absent)
+                self._touch(absent)
+        before = _major_faults()
+        self._copy(ids, extent, out)
+        faults = _major_faults() - before
+        if faults:
+            stats.reads += faults
+            stats.bytes_read += faults * OS_PAGE_BYTES
+            if faults > len(ids) // _ROWS_PER_TOLERATED_FAULT:
+                self._touched[:] = False
+        if self._rss_bytes:
+            self._trim()
+        return stats
+
+    def absent(self, ids: Int64) -> Int64:
+        """Those of `ids` of which an OS page has not been touched yet."""
+        if self._by_row:
+            touched = self._touched[ids]
+        else:
+            first, last = self._pages(ids)
+            touched = self._touched.take(first, mode="clip")
+            touched &= self._touched.take(last, mode="clip")
+        return ids[:0] if touched.all() else ids[~touched]
+
+    def ranges(self, ids: Int64) -> tuple[Int64, Int64]:
+        """Addresses and lengths of the merged runs of OS pages that hold rows `ids`, ascending in each extent."""
+        ids = np.sort(ids)
+        first, last = self._pages(ids)
+        apart = np.flatnonzero(first[1:] > last[:-1] + 1)
+        heads = np.append(0, apart + 1)
+        starts = first[heads]
+        stops = last[np.append(apart, len(ids) - 1)] + 1
+        addresses = (starts << _PAGE_SHIFT) + self._address_shift[self._extent(ids[heads])]
+        return addresses, (stops - starts) << _PAGE_SHIFT
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self.__dict__.pop("_rows", None)
+        while self._maps:
+            self._maps.pop().close()
+
+    def _map(self, number: int, extent: Extent, pages_before: int) -> int:
+        """Map one extent; return how many OS pages the map has."""
+        head = extent.offset % mmap.ALLOCATIONGRANULARITY
+        length = head + extent.rows * self._row_bytes
+        descriptor = self._files.descriptors[self._file[number]]
+        made = mmap.mmap(descriptor, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=extent.offset - head)
+        self._maps.append(made)
+        made.madvise(mmap.MADV_RANDOM)
+        place = pages_before << _PAGE_SHIFT
+        self._place_shift[number] = place + head - extent.first_row * self._row_bytes
+        self._address_shift[number] = np.frombuffer(made, np.uint8).ctypes.data - place
+        return -(-length // OS_PAGE_BYTES)
+
+    @functools.cached_property
+    def _rows(self) -> Bytes:
+        """The rows of a table of one extent, as an array."""
+        head = self._extents[0].offset % mmap.ALLOCATIONGRANULARITY
+        return np.frombuffer(self._maps[0], np.uint8)[head:].reshape(-1, self._row_bytes)
+
+    def _extent(self, ids: Int64) -> Int64 | int:
+        return 0 if len(self._first) == 1 else np.searchsorted(self._first, ids, side="right") - 1
+
+    def _pages(self, ids: Int64) -> tuple[Int64, Int64]:
+        """First and last OS page of each row, counted through all maps."""
+        last = ids * self._row_bytes
+        last += self._place_shift[self._extent(ids)]
+        first = last >> _PAGE_SHIFT
+        last += self._row_bytes - 1
+        last >>= _PAGE_SHIFT
+        return first, last
+
+    def _touch(self, ids: Int64) -> None:
+        if self._by_row:
+            self._touched[ids] = True
+        else:
+            first, last = self._pages(ids)
+            self._touched[first] = True
+            self._touched[last] = True
+
+    def _copy(self, ids: Int64, extent: Int64 | int, out: Bytes) -> None:
+        if len(self._maps) == 1 and not self._safe:
+            np.take(self._rows, ids, axis=0, out=out, mode="clip")
+            return
+        shift = self._place_shift + self._address_shift
+        address = ids * self._row_bytes + shift[extent]
+        if self._safe:
+            self._copy_safely(ids, address, out)
+        else:
+            self._copy_anywhere(address, out)
+
+    def _copy_anywhere(self, address: Int64, out: Bytes) -> None:
+        """Copy rows from several maps: one array, as long as the maps are apart, with a row at every byte."""
+        row = np.dtype((np.void, self._row_bytes))
+        base, span = int(address.min()), int(np.ptp(address))
+        memory = (ctypes.c_char * (span + self._row_bytes)).from_address(base)
+        anywhere = np.ndarray((span + 1,), row, memoryview(memory), strides=(1,))
+        target = out.reshape(-1).view(row)
+        for start in range(0, len(address), _COPY_ROWS):
+            part = slice(start, start + _COPY_ROWS)
+            target[part] = anywhere[address[part] - base]
+
+    def _copy_safely(self, ids: Int64, address: Int64, out: Bytes) -> None:
+        """Let the kernel copy: where the file has lost its end, it answers EFAULT instead of killing the process."""
+        for start in range(0, len(address), IOV_MAX):
+            part = address[start : start + IOV_MAX]
+            remote = iovecs(part, self._row_bytes)
+            local = iovecs(np.array([address_of(out[start:])]), len(part) * self._row_bytes)
+            copied = libc().process_vm_readv(os.getpid(), address_of(local), 1, address_of(remote), len(part), 0)
+            if copied != len(part) * self._row_bytes:
+                self._lost(int(ids[start + max(0, copied) // self._row_bytes]))
+
+    def _lost(self, row: int) -> None:
+        extent = self._extents[int(np.searchsorted(self._first, row, side="right")) - 1]
+        offset = extent.offset + (row - extent.first_row) * self._row_bytes
+        raise ReadError(
+            f"{extent.path} at offset {offset}: row {row} can't be read any more; the file was truncated or its device "
+            "failed",
+            path=extent.path,
+            offset=offset,
+            wanted=self._row_bytes,
+            got=0,
+        )
+
+    def _trim(self) -> None:
+        """Give page-table entries back beyond the limit; the pages stay in the page cache."""
+        if _mapped_resident_bytes() > self._rss_bytes:
+            for made in self._maps:
+                made.madvise(mmap.MADV_DONTNEED)
+
+
+def iovecs(addresses: Int64, lengths: Int64 | int) -> NDArray[np.void]:
     """An array of struct iovec."""
-    vectors = np.empty(count, _IOVEC)
+    vectors = np.empty(len(addresses), _IOVEC)
     vectors["base"], vectors["length"] = addresses, lengths
     return vectors
 
 
-IOV_MAX = 1024
-
-
 def address_of(array: NDArray[np.void] | Bytes) -> int:
     """Address of the first byte."""
-    return cast(int, array.ctypes.data)
+    return array.ctypes.data
 
 
 @functools.cache
@@ -112,3 +229,14 @@ def libc() -> ctypes.CDLL:
     reader.restype = ctypes.c_ssize_t
     reader.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
     return library
+
+
+def _major_faults() -> int:
+    """Faults of this thread that had to wait for the device."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+
+
+def _mapped_resident_bytes() -> int:
+    """Pages of files that this process has mapped and in memory, shared memory included (proc_pid_statm(5))."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[2]) * OS_PAGE_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -45,12 +45,12 @@ class ResidentFetcher(RowFetcher):
         """Read one extent from start to end, leaving nothing of it in the page cache."""
         descriptor = self.files.descriptors[self.files.index[extent.path]]
         rows = self._table[extent.first_row : extent.first_row + extent.rows]
-        target = memoryview(rows.reshape(-1))
+        target = rows.reshape(-1)
         done = 0
         while done < len(target):
             at = extent.offset + done
             chunk = target[done : done + _CHUNK_BYTES]
-            got = os.preadv(descriptor, [chunk], at)
+            got = os.preadv(descriptor, [memoryview(cast(Any, chunk))], at)
             os.posix_fadvise(descriptor, at, got, os.POSIX_FADV_DONTNEED)
             if got == 0:
                 raise ReadError(

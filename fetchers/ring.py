@@ -351,12 +351,11 @@ class Ring:
 
 
 def _view(address: int, count: int, dtype: np.dtype[np.void]) -> NDArray[np.void]:
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return np.frombuffer(memory, dtype)
+    return np.ndarray((count,), dtype, memoryview((ctypes.c_char * (count * dtype.itemsize)).from_address(address)))
 
 
 def _words(address: int, count: int) -> NDArray[np.uint32]:
-    return np.frombuffer((ctypes.c_uint32 * count).from_address(address), np.uint32)
+    return np.ndarray((count,), np.uint32, memoryview((ctypes.c_uint32 * count).from_address(address)))
 
 
 def _why_refused(code: int) -> str:

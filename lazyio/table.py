@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from lazyio import settings
 from lazyio.errors import NetworkFilesystemWarning, RowIndexError, TableError
 from lazyio.fetchers.base import Bytes, Extent, FetcherOptions, Int64, ReadStats, RowFetcher
+from lazyio.fetchers.mapping import MappedRows
 from lazyio.forking import renew_in_child
 from lazyio.host import filesystem_of
 from lazyio.modes import open_fetcher
@@ -25,6 +26,9 @@ from lazyio.ple.plan import Geometry, RowPlan, dedup, distinct_in_ranges
 from lazyio.ple.spec import TableSpec
 from lazyio.ple.tables import find_table
 from lazyio.staging import Staging
+
+#: Copies rows ids [n] to out [n, row_bytes].
+Take = Callable[[Int64, Bytes], ReadStats]
 
 # Ids that are looked at together where a request is longer: enough to make a call's cost small, few enough to be
 # nothing beside the rows themselves.
@@ -69,6 +73,8 @@ class LazyTable:
         self._piece_rows = max(1, self._share_bytes // (2 * spec.row_bytes + _INDEX_BYTES_PER_ROW))
         self._stats = TableStats()
         self._gate = _Gate()
+        self._mapped = self._map(options)
+        self._take = self._way_to_take()
 
     @property
     def n_rows(self) -> int:
@@ -113,9 +119,9 @@ class LazyTable:
         result = self._result(asked.shape, out)
         with self._counted(asked.size) as stats:
             rows = result.reshape(asked.size, self.row_bytes)
-            if isinstance(self._fetcher, RowFetcher):
+            if self._take is not None:
                 for start, chunk in _chunks(asked):
-                    stats.add(self._fetcher.take(chunk, rows[start : start + len(chunk)]))
+                    stats.add(self._take(chunk, rows[start : start + len(chunk)]))
             elif asked.size <= self._piece_rows:
                 self._gather_once(_flat(asked), rows, stats)
             else:
@@ -136,8 +142,8 @@ class LazyTable:
             for start in range(0, len(unique), self._piece_rows):
                 piece = unique[start : start + self._piece_rows]
                 rows = packed[start : start + len(piece)]
-                if isinstance(self._fetcher, RowFetcher):
-                    stats.add(self._fetcher.take(piece, rows))
+                if self._take is not None:
+                    stats.add(self._take(piece, rows))
                     continue
                 plan = self._plan(piece)
                 with self._staging.lease(self._buffer_bytes(plan)) as buffer:
@@ -156,6 +162,8 @@ class LazyTable:
     def close(self) -> None:
         """Wait for gathers under way, then free everything. Harmless when done twice."""
         if self._gate.close():
+            if self._mapped is not None:
+                self._mapped.close()
             self._fetcher.close()
             self._staging.close()
 
@@ -192,6 +200,37 @@ class LazyTable:
                 f"{'' if out.flags.c_contiguous else ', not contiguous'}{'' if out.flags.writeable else ', read-only'}"
             )
         return out
+
+    def _map(self, options: FetcherOptions) -> MappedRows | None:
+        """Map the files of a fetcher that reads through the page cache: what it has read once is copied from there."""
+        if isinstance(self._fetcher, RowFetcher) or self._fetcher.direct_io:
+            return None
+        try:
+            return MappedRows(
+                self._fetcher.files,
+                self.extents,
+                self.row_bytes,
+                safe=options.mmap_safe,
+                rss_bytes=options.mmap_rss_bytes,
+            )
+        except OSError:
+            return None  # files that can't be mapped: every gather reads
+
+    def _way_to_take(self) -> Take | None:
+        """How rows are copied out of addressable memory; None where they go through staging."""
+        fetcher, mapped = self._fetcher, self._mapped
+        if isinstance(fetcher, RowFetcher):
+            return fetcher.take
+        return None if mapped is None else lambda ids, out: mapped.take(ids, out, self._bring_in)
+
+    def _bring_in(self, absent: Int64) -> ReadStats:
+        """Read rows for the sake of what that leaves in the page cache."""
+        stats = ReadStats()
+        plan = self._plan(dedup(absent)[0])
+        with self._staging.lease(self._buffer_bytes(plan)) as buffer:
+            for piece, _ in plan.pieces(len(buffer)):
+                stats.add(self._fetcher.read(piece.reads, buffer))
+        return stats
 
     @contextmanager
     def _counted(self, rows: int) -> Iterator[TableStats]:
