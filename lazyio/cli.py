@@ -95,6 +95,6 @@ def _say(line: str) -> None:
 
 def _text_of(error: Exception) -> str:
     """Our own messages are complete; the system's are put without the number."""
-    if isinstance(error, OSError) and not isinstance(error, LazyIOError) and error.strerror:
+    if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error)
