@@ -50,6 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("building the wheel needs setuptools 77")
     source = tmp_path_factory.mktemp("source")
+    (source / "dist").mkdir()
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
     (source / "README.md").write_text("# lazyio\n")
