@@ -122,6 +122,9 @@ def _mode() -> Form:
     return Form(f"{', '.join(MODES)} or the name of a registered fetcher", parse)
 
 
+# Whatever reads the cold rows of a file through the page cache, warm ones are copied out of a map of it.
+_MAPPING = tuple(mode for mode in MODES if mode != "off")
+
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
@@ -133,8 +136,14 @@ SETTINGS: dict[str, Setting] = {
             "Whether reads bypass the page cache. auto: yes, unless rows are as large as an OS page.",
             ("auto", "uring", "on-direct"),
         ),
-        Setting("workers", _count(1, 1024), 32, "Threads that read at the same time.", ("auto", "on-direct")),
-        Setting("queue_depth", _count(1, 32768), 4096, "Reads in flight at the same time.", ("auto", "uring")),
+        Setting("workers", _count(1, 1024), 32, "Reads that a pool makes at the same time.", ("auto", "on-direct")),
+        Setting(
+            "queue_depth",
+            _count(1, 32768),
+            4096,
+            "Reads that a queue has in flight at the same time.",
+            ("auto", "uring"),
+        ),
         Setting("block_bytes", _block(), 0, "Least length of a direct read.", ("auto", "uring", "on-direct")),
         Setting(
             "budget",
@@ -155,7 +164,7 @@ SETTINGS: dict[str, Setting] = {
             _size(zero="leaves it to the kernel"),
             0,
             "Mapped pages of a table beyond this are given back.",
-            ("auto", "on", "on-bare"),
+            _MAPPING,
         ),
         Setting(
             "mmap_safe",
@@ -163,7 +172,7 @@ SETTINGS: dict[str, Setting] = {
             False,
             "Copy rows out of the map through the kernel: slower, but then a file that is truncated meanwhile gives an "
             "error instead of killing the process.",
-            ("auto", "on", "on-bare"),
+            _MAPPING,
         ),
         Setting(
             "strict", _switch(), False, "Fail where something that was asked for can't be had, instead of falling back."

@@ -114,9 +114,9 @@ def test_fetchers_of_third_parties_are_modes(monkeypatch: pytest.MonkeyPatch) ->
     ("mode", "without_effect"),
     [
         ("auto", set()),
-        ("uring", {"workers", "reserve", "mmap_rss", "mmap_safe"}),
-        ("on-direct", {"queue_depth", "reserve", "mmap_rss", "mmap_safe"}),
-        ("pread", {"queue_depth", "reserve", "mmap_rss", "mmap_safe"}),
+        ("uring", {"workers", "reserve"}),
+        ("on-direct", {"queue_depth", "reserve"}),
+        ("pread", {"queue_depth", "reserve"}),
         ("on", {"direct_io", "workers", "queue_depth", "block_bytes", "budget", "reserve"}),
         ("off", {"direct_io", "workers", "queue_depth", "block_bytes", "budget", "mmap_rss", "mmap_safe"}),
     ],
