@@ -225,11 +225,11 @@ class Ring:
         stats = ReadStats()
         self._generation = (self._generation + 1) & 0x7FFFFFFF
         tag = self._generation << 32
-        fresh, again, in_flight = 0, np.empty(0, np.int64), 0
+        count_all, fresh, again, in_flight = len(plan), 0, np.empty(0, np.int64), 0
         step = max(1, self.depth // 4)
         since = time.perf_counter()
         try:
-            while progress.failure is None and (fresh < len(plan) or len(again) or in_flight):
+            while progress.failure is None and (fresh < count_all or len(again) or in_flight):
                 room = self._room(in_flight)
                 if len(again):
                     batch, again = again[:room], again[room:]
@@ -237,7 +237,7 @@ class Ring:
                     self._write(plan.file[batch], offset, length, dest, batch, tag, descriptors, address)
                     count = len(batch)
                 else:
-                    count = min(len(plan) - fresh, room)
+                    count = min(count_all - fresh, room)
                     new = slice(fresh, fresh + count)
                     numbers = np.arange(fresh, fresh + count)
                     self._write(
@@ -247,7 +247,7 @@ class Ring:
                     fresh += count
                 in_flight += count
                 stats.reads += count
-                at_once = in_flight if landed is None and fresh == len(plan) else min(in_flight, step)
+                at_once = in_flight if landed is None and fresh == count_all else min(in_flight, step)
                 self._enter(at_once)
                 now = time.perf_counter()
                 stats.service_s += in_flight * (now - since)

@@ -7,7 +7,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -71,7 +70,6 @@ class LazyTable:
         self._staging = Staging(budget_bytes)
         self._share_bytes = budget_bytes // _SHARE
         self._piece_rows = max(1, self._share_bytes // (2 * spec.row_bytes + _INDEX_BYTES_PER_ROW))
-        self._stats = TableStats()
         self._gate = _Gate()
         self._mapped = self._map(options)
         self._take = self._way_to_take()
@@ -104,7 +102,7 @@ class LazyTable:
     def stats(self) -> TableStats:
         """Counts since the table was opened."""
         with self._gate.lock:
-            return replace(self._stats)
+            return replace(self._gate.stats)
 
     def gather(self, ids: Any, out: Bytes | None = None) -> Bytes:
         """Return the rows `ids`, in the order asked: uint8 [*ids.shape, row_bytes].
@@ -117,7 +115,7 @@ class LazyTable:
         asked = _integers(ids)
         self._validate(asked)
         result = self._result(asked.shape, out)
-        with self._counted(asked.size) as stats:
+        with _Gather(self._gate, asked.size) as stats:
             rows = result.reshape(asked.size, self.row_bytes)
             if self._take is not None:
                 for start, chunk in _chunks(asked):
@@ -135,7 +133,7 @@ class LazyTable:
         """
         asked = _integers(ids)
         self._validate(asked)
-        with self._counted(asked.size) as stats:
+        with _Gather(self._gate, asked.size) as stats:
             unique, inverse = dedup(_flat(asked))
             stats.unique_rows = len(unique)
             packed = np.empty((len(unique), self.row_bytes), np.uint8)
@@ -232,17 +230,6 @@ class LazyTable:
                 stats.add(self._fetcher.read(piece.reads, buffer))
         return stats
 
-    @contextmanager
-    def _counted(self, rows: int) -> Iterator[TableStats]:
-        """Keep the table open for a gather and add what it does to the table's counts."""
-        stats = TableStats(gathers=1, rows=rows)
-        started = time.perf_counter()
-        with self._gate:
-            yield stats
-        stats.wall_s = time.perf_counter() - started
-        with self._gate.lock:
-            self._stats.add(stats)
-
     def _gather_once(self, ids: Int64, rows: Bytes, stats: TableStats) -> None:
         if not len(ids):
             return
@@ -253,7 +240,7 @@ class LazyTable:
         with self._staging.lease(buffer_bytes + len(unique) * self.row_bytes) as area:
             packed = area[buffer_bytes:].reshape(len(unique), self.row_bytes)
             self._read(plan, area[:buffer_bytes], packed, stats)
-            np.take(packed, inverse, axis=0, out=rows, mode="clip")
+            packed.take(inverse, axis=0, out=rows, mode="clip")
 
     def _gather_in_ranges(self, asked: NDArray[Any], rows: Bytes, stats: TableStats) -> None:
         """Gather a request that is too long to be deduplicated at once, one range of ids after the other."""
@@ -279,7 +266,8 @@ class LazyTable:
 
     def _buffer_bytes(self, plan: RowPlan) -> int:
         """Staging for the windows of a plan, or for as many at a time as fit a gather's share of the budget."""
-        return min(plan.reads.buffer_bytes, max(self._share_bytes, int(plan.reads.length.max())))
+        whole = plan.reads.buffer_bytes
+        return whole if whole <= self._share_bytes else max(self._share_bytes, int(plan.reads.length.max()))
 
     def _read(self, plan: RowPlan, buffer: Bytes, packed: Bytes, stats: TableStats) -> None:
         """Read the rows of a plan to `packed` [rows, row_bytes], by way of `buffer`."""
@@ -297,7 +285,7 @@ class _Extractor:
 
     def __init__(self, plan: RowPlan, buffer: Bytes, packed: Bytes) -> None:
         row_bytes = packed.shape[1]
-        row = np.dtype((np.void, row_bytes))
+        row = f"V{row_bytes}"
         self._plan = plan
         # A row may begin at any byte, so this array has one element a byte of the buffer, each as long as a row.
         self._anywhere = np.ndarray((len(buffer) - row_bytes + 1,), row, buffer, strides=(1,))
@@ -307,46 +295,63 @@ class _Extractor:
     def landed(self, windows: int) -> None:
         """The first `windows` windows are in the buffer."""
         rows = int(self._plan.first_row[windows])
-        if rows - self._done >= self._AT_LEAST or windows == len(self._plan.reads):
+        if rows - self._done >= self._AT_LEAST or rows == len(self._rows) > self._done:
             now = slice(self._done, rows)
             self._rows[now] = self._anywhere[self._plan.position[now]]
             self._done = rows
 
 
 class _Gate:
-    """Counts gathers under way, so that closing can wait for them."""
+    """Knows the gathers under way, so that closing can wait for them, and sums up what they did."""
 
     def __init__(self) -> None:
-        self._closed = False
+        self.stats = TableStats()
+        self.closed = False
         self.renew()
         renew_in_child(self)
 
     def renew(self) -> None:
         """Forget the gathers of other threads, which a child does not have."""
         self.lock = threading.Lock()
-        self._idle = threading.Condition(self.lock)
-        self._under_way = 0
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self._closed:
-                raise TableError("the table is closed")
-            self._under_way += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.notify_all()
+        self.idle = threading.Condition(self.lock)
+        self.under_way = 0
 
     def close(self) -> bool:
         """Refuse new gathers and wait for the rest; False if that was done before."""
         with self.lock:
-            if self._closed:
+            if self.closed:
                 return False
-            self._closed = True
-            self._idle.wait_for(lambda: not self._under_way)
+            self.closed = True
+            self.idle.wait_for(lambda: not self.under_way)
             return True
+
+
+class _Gather:
+    """One gather passing the gate; what it does is counted in the stats that it is entered with."""
+
+    __slots__ = ("_gate", "_started", "_stats")
+
+    def __init__(self, gate: _Gate, rows: int) -> None:
+        self._gate = gate
+        self._stats = TableStats(gathers=1, rows=rows)
+
+    def __enter__(self) -> TableStats:
+        gate = self._gate
+        with gate.lock:
+            if gate.closed:
+                raise TableError("the table is closed")
+            gate.under_way += 1
+        self._started = time.perf_counter()
+        return self._stats
+
+    def __exit__(self, *_: object) -> None:
+        gate, stats = self._gate, self._stats
+        stats.wall_s = time.perf_counter() - self._started
+        with gate.lock:
+            gate.stats.add(stats)
+            gate.under_way -= 1
+            if not gate.under_way and gate.closed:
+                gate.idle.notify_all()
 
 
 def _integers(ids: Any) -> NDArray[Any]:

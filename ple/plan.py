@@ -48,6 +48,9 @@ class RowPlan:
 
         A window that is larger than the buffer comes alone.
         """
+        if self.reads.buffer_bytes <= buffer_bytes:
+            yield self, 0
+            return
         start = 0
         while start < len(self.reads):
             limit = int(self.reads.dest[start]) + buffer_bytes
@@ -57,8 +60,6 @@ class RowPlan:
             start = stop
 
     def _piece(self, start: int, stop: int) -> RowPlan:
-        if start == 0 and stop == len(self.reads):
-            return self
         reads = self.reads
         shift = int(reads.dest[start])
         end = int(reads.dest[stop - 1] + reads.length[stop - 1])
@@ -131,7 +132,7 @@ class Geometry:
         joined = start[1:] <= stop[:-1]
         if extent is not None:
             joined &= extent[1:] == extent[:-1]
-        if not joined.any():
+        if not np.count_nonzero(joined):
             return None
         head = np.ones(len(start), bool)
         np.logical_not(joined, out=head[1:])
