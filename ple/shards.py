@@ -83,13 +83,12 @@ def _refuse_other_layouts(checkpoint: Checkpoint, table: str, parts: Sequence[st
                 f"{checkpoint.path}: table {table} is in MLX's group-quantised layout (weight, scales, biases), "
                 "which can't be read row by row; use a GGUF, bf16 or fp8 version of the model"
             )
-    base = table.removesuffix(".weight")
-    per_shard = [part.removesuffix(".weight") + "_scale" for part in parts if part != table]
-    for scale in (f"{base}.weight_scale_inv", *per_shard, *(name + "_inv" for name in per_shard)):
+    per_shard = [part + "_scale" for part in parts if part != table]
+    for scale in (table + "_scale_inv", *per_shard, *(name + "_inv" for name in per_shard)):
         if scale in checkpoint.names:
             raise TableError(
                 f"{checkpoint.path}: table {table} is scaled by {scale}; only one scale for the whole table, "
-                f"{base}.weight_scale, is read"
+                f"{table}_scale, is read"
             )
 
 
@@ -137,7 +136,7 @@ def _extents(tensors: Sequence[StoredTensor], row_bytes: int) -> tuple[Extent, .
 
 def _scale(checkpoint: Checkpoint, table: str) -> float | None:
     """The one scale of an fp8 table, None where it has none."""
-    name = table.removesuffix(".weight") + ".weight_scale"
+    name = table + "_scale"
     if name not in checkpoint.names:
         return None
     tensor = checkpoint.tensor(name)
