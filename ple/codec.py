@@ -56,7 +56,8 @@ def _float16(rows: Bytes) -> Float32:
 
 def _bfloat16(rows: Bytes) -> Float32:
     """A bfloat16 is the upper half of a float32."""
-    return (rows.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    values: Float32 = (rows.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return values
 
 
 def _float8_e4m3(rows: Bytes) -> Float32:
@@ -69,7 +70,8 @@ def _e4m3_values() -> Float32:
     exponent, mantissa = codes >> 3 & 15, codes & 7
     magnitude = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(mantissa + 8, exponent - 10))
     magnitude[codes & 127 == 127] = np.nan
-    return np.where(codes < 128, magnitude, -magnitude).astype(np.float32)
+    values: Float32 = np.where(codes < 128, magnitude, -magnitude).astype(np.float32)
+    return values
 
 
 _E4M3 = _e4m3_values()

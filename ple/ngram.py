@@ -10,11 +10,15 @@ from collections import deque
 from itertools import accumulate, count, islice
 from math import isqrt
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lazyio.errors import NeverFits
 from lazyio.ple.spec import NgramHash
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+UInt64 = NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def derive_constants(
@@ -48,16 +52,16 @@ def derive_multipliers(vocab: int, ngram_size: int, seed: int = 1234, module: in
     m_i  = 2 * (splitmix64(seed + 10007 * module + golden * (i + 1)) mod half) + 1
     """
     half = max(1, (2**63 - 1) // vocab // 2)
-    start = seed + 10_007 * module
-    return tuple(2 * (splitmix64(start + _GOLDEN * (i + 1)) % half) + 1 for i in range(ngram_size))
+    states = [(seed + 10_007 * module + int(_GOLDEN) * (i + 1)) % 2**64 for i in range(ngram_size)]
+    return tuple(2 * (output % half) + 1 for output in splitmix64(np.array(states, np.uint64)).tolist())
 
 
-def splitmix64(value: int) -> int:
-    """The output of the splitmix64 generator whose state is `value` modulo 2**64."""
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
-    return value ^ value >> 31
+def splitmix64(states: UInt64) -> UInt64:
+    """What the splitmix64 generator gives for each of these states: uint64, any shape."""
+    value = states + _GOLDEN
+    value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return value ^ value >> np.uint64(31)
 
 
 def largest_primes_within(total: int, number: int) -> tuple[int, ...]:

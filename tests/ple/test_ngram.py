@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,8 +27,8 @@ def test_the_released_constants():
 def test_splitmix64_gives_the_generator_s_known_outputs():
     golden = 0x9E3779B97F4A7C15
     state = 1234567
-    outputs = [splitmix64(state + step * golden) for step in range(3)]
-    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    states = np.array([(state + step * golden) % 2**64 for step in range(3)], np.uint64)
+    assert splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def test_multipliers_keep_products_below_2_to_63_and_differ_between_layers():
