@@ -8,6 +8,7 @@ import mmap
 import os
 import resource
 from collections.abc import Callable, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,6 +70,8 @@ class MappedRows:
 
         Raises ReadError where a file was truncated or rewritten since it was opened.
         """
+        if not len(ids):
+            return ReadStats()
         extent = self._extent(ids)
         for file in (0,) if len(self._files.paths) == 1 else np.unique(self._file[extent]).tolist():
             self._files.check(file)
