@@ -84,7 +84,7 @@ def make_table(
                 architecture=arch,
                 sparse=sparse,
                 overwrite=force,
-                progress=lambda written: bar.advance(task, written),
+                progress=lambda written: bar.update(task, completed=written),
                 **options,
             )
     except LazyIOError as error:

@@ -44,8 +44,8 @@ def write_gguf(
     `row_values` None is what is usual for `architecture` (qwen4exp, gemma4 or gemma3n). `vocab` tokens, and about as
     many merges, make the header as long as a model's. With `parts` above 1 the files are `<stem>-00001-of-<parts>.gguf`
     and so on: the first has the metadata and no tensor, the third (of two, the second) the table, the others a small
-    tensor. `sparse` leaves the rows as holes, which read as zeros. `progress` is called with bytes of rows as they are
-    written. An existing file is only replaced with `overwrite`.
+    tensor. `sparse` leaves the rows as holes, which read as zeros. `progress` is called with the bytes of rows
+    written so far. An existing file is only replaced with `overwrite`.
     Raises SettingError, TableError and NeverFits for what can't be made; then no file is left behind.
     """
     if dtype not in _TYPE_IDS:

@@ -20,7 +20,7 @@ from lazyio.fetchers.base import Bytes
 from lazyio.ple.synthetic.pattern import fill_rows
 from lazyio.units import format_bytes
 
-#: Called with the number of bytes of rows written since the last call.
+#: Called with the number of bytes of rows written so far.
 Progress = Callable[[int], None]
 
 _WRITE_BYTES = 8 << 20
@@ -63,10 +63,11 @@ def write_files(
     """
     _check_absent(files, overwrite)
     _check_room(files, sparse)
+    advance = _summing(progress)
     temporary = {file.path: file.path.with_name(f".{file.path.name}.{os.getpid()}.partial") for file in files}
     try:
         for file in files:
-            _write(file, temporary[file.path], 0 if sparse else row_bytes, progress)
+            _write(file, temporary[file.path], 0 if sparse else row_bytes, advance)
         for path, written in temporary.items():
             written.replace(path)
     except OSError as error:
@@ -75,6 +76,19 @@ def write_files(
         for written in temporary.values():
             written.unlink(missing_ok=True)
     return tuple(temporary)
+
+
+def _summing(progress: Progress | None) -> Callable[[int], None]:
+    """What to call with the bytes of each step, for `progress` to get their sum."""
+    total_bytes = 0
+
+    def advance(step_bytes: int) -> None:
+        nonlocal total_bytes
+        total_bytes += step_bytes
+        if progress is not None:
+            progress(total_bytes)
+
+    return advance
 
 
 def _check_absent(files: Iterable[NewFile], overwrite: bool) -> None:
@@ -96,20 +110,20 @@ def _check_room(files: Sequence[NewFile], sparse: bool) -> None:
         )
 
 
-def _write(file: NewFile, path: Path, row_bytes: int, progress: Progress | None) -> None:
+def _write(file: NewFile, path: Path, row_bytes: int, advance: Callable[[int], None]) -> None:
     """Write one file and flush it to the device, without its rows if `row_bytes` is 0."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(descriptor, file.size_bytes)
         _write_all(descriptor, memoryview(file.head), 0)
         if row_bytes:
-            _write_rows(descriptor, file.runs, row_bytes, progress or (lambda _: None))
+            _write_rows(descriptor, file.runs, row_bytes, advance)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _write_rows(descriptor: int, runs: Iterable[Run], row_bytes: int, progress: Progress) -> None:
+def _write_rows(descriptor: int, runs: Iterable[Run], row_bytes: int, advance: Callable[[int], None]) -> None:
     """Write runs of rows, computing the next ones while the last ones are on their way."""
     step = max(1, _WRITE_BYTES // row_bytes)
     filling, leaving = (np.empty((step, row_bytes), np.uint8) for _ in range(2))
@@ -120,12 +134,12 @@ def _write_rows(descriptor: int, runs: Iterable[Run], row_bytes: int, progress: 
                 rows = filling[: min(step, run.rows - start)]
                 _fill(rows, run.first_row + start)
                 if on_its_way is not None:
-                    progress(on_its_way.result())
+                    advance(on_its_way.result())
                 offset = run.offset + start * row_bytes
                 on_its_way = writer.submit(_write_all, descriptor, rows.data.cast("B"), offset)
                 filling, leaving = leaving, filling
         if on_its_way is not None:
-            progress(on_its_way.result())
+            advance(on_its_way.result())
 
 
 def _fill(rows: Bytes, first_row: int) -> None:

@@ -41,8 +41,9 @@ def test_progress_counts_the_bytes_of_rows(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(output, "_WRITE_BYTES", 10 * ROW_BYTES)
     steps: list[int] = []
     write_files([file_of(tmp_path / "a"), file_of(tmp_path / "b")], ROW_BYTES, progress=steps.append)
-    assert sum(steps) == 2 * 50 * ROW_BYTES
-    assert max(steps) == 10 * ROW_BYTES
+    assert steps == sorted(set(steps))
+    assert len(steps) > 10
+    assert steps[-1] == 2 * 50 * ROW_BYTES
 
 
 def test_holes(tmp_path: Path):
