@@ -18,9 +18,6 @@ CHOICES = ("auto", "on", "off")
 # From this row size on, a row spans whole OS pages: the page cache reads hardly more than was asked, and may keep it.
 BUFFERED_FROM_ROW_BYTES = 4096
 
-# Asked of a file whose filesystem does not say what it needs: what every block device can do.
-_SAFE = Alignment(offset=4096, memory=4096)
-
 # They accept O_DIRECT and go through the page cache all the same, because it is where their files live.
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
@@ -98,7 +95,10 @@ def _open_direct(files: FileSet, number: int) -> tuple[int, Alignment]:
         raise
     except OSError as error:
         raise _RefusedError(f"{kind} refused to open {path} for direct I/O ({_name(error)})") from error
-    alignment = direct_alignment(descriptor) or _SAFE
+    alignment = direct_alignment(descriptor)
+    if alignment is None:
+        os.close(descriptor)
+        raise _RefusedError(f"{kind} has no direct I/O for {path}")
     try:
         _probe(descriptor, alignment)
     except OSError as error:
