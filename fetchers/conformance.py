@@ -80,7 +80,7 @@ def write_rows(folder: Path, row_bytes: int, places: Sequence[tuple[str, int, in
     return MadeTable(tuple(extents), content)
 
 
-def run_in_child(check: Callable[[], object], *, limit_s: int = 30) -> None:
+def run_in_child(check: Callable[[], object], *, limit_s: float = 30) -> None:
     """Run `check` in a forked child. Raises AssertionError, with its traceback, if it fails, hangs or is killed."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -98,11 +98,11 @@ def run_in_child(check: Callable[[], object], *, limit_s: int = 30) -> None:
     assert code == 0, f"the child failed:\n{told}"
 
 
-def _be_the_child(check: Callable[[], object], writing: int, limit_s: int) -> None:
+def _be_the_child(check: Callable[[], object], writing: int, limit_s: float) -> None:
     code = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(limit_s)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
         check()
         code = 0
     except BaseException:
@@ -134,6 +134,8 @@ class _Guarded:
 
 class FetcherConformance:
     """The contract of `lazyio.fetchers.base.Fetcher`, as tests."""
+
+    child_limit_s: float = 30  # a child that takes longer hangs
 
     def make(self, extents: Sequence[Extent], row_bytes: int) -> Fetcher:
         """Make the fetcher that is tested, on these extents. The only thing that a subclass must say."""
@@ -213,7 +215,7 @@ class FetcherConformance:
             cut = Path(table.extents[1].path)
             os.truncate(cut, cut.stat().st_size // 2)
             # A fetcher that maps the file without looking is killed by this, and should not take the tests with it.
-            run_in_child(lambda: _check_truncated(fetcher, table, ids, str(cut)))
+            self._in_child(lambda: _check_truncated(fetcher, table, ids, str(cut)))
 
     def test_a_missing_file_is_refused(self, tmp_path: Path) -> None:
         table = _table("several extents and files", tmp_path)
@@ -245,7 +247,7 @@ class FetcherConformance:
         with self._open(table) as fetcher:
             ids = np.arange(0, len(table.content), 3)
             _check_read(fetcher, table, ids)
-            run_in_child(lambda: _check_read(fetcher, table, ids))
+            self._in_child(lambda: _check_read(fetcher, table, ids))
             _check_read(fetcher, table, ids)
 
     def test_a_child_reads_while_another_thread_of_its_parent_does(self, tmp_path: Path) -> None:
@@ -260,7 +262,7 @@ class FetcherConformance:
             reading = pool.submit(keep_reading)
             try:
                 for _ in range(4):
-                    run_in_child(lambda: _check_read(fetcher, table, np.arange(1, len(table.content), 3)))
+                    self._in_child(lambda: _check_read(fetcher, table, np.arange(1, len(table.content), 3)))
             finally:
                 done.set()
             reading.result()
@@ -314,6 +316,9 @@ class FetcherConformance:
 
     def _open(self, table: MadeTable) -> Fetcher:
         return self.make(table.extents, table.row_bytes)
+
+    def _in_child(self, check: Callable[[], None]) -> None:
+        run_in_child(check, limit_s=self.child_limit_s)
 
 
 def _table(layout: str, folder: Path) -> MadeTable:
