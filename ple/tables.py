@@ -134,9 +134,15 @@ def _build(checkpoint: Checkpoint, name: str, parts: Sequence[str]) -> TableSpec
 
 
 def _nearest(request: str, checkpoint: Checkpoint, tables: Mapping[str, Sequence[str]]) -> Iterable[str]:
-    names = list(dict.fromkeys((*tables, *checkpoint.names)))
-    containing = list(islice((name for name in names if request and request in name), 3))
-    return containing or get_close_matches(request, names, n=3, cutoff=0.5)
+    """Up to three names that contain the request, else those whose endings of as many components are most alike."""
+    containing = list(islice((name for name in tables if request and request in name), 3))
+    if containing:
+        return containing
+    bare = request.removesuffix(".weight")
+    components = bare.count(".") + 1
+    names = (*checkpoint.names, *tables)
+    endings = {".".join(name.removesuffix(".weight").split(".")[-components:]): name for name in names}
+    return (endings[ending] for ending in get_close_matches(bare, endings, n=3))
 
 
 def _what_there_is(checkpoint: Checkpoint, tables: Mapping[str, Sequence[str]]) -> str:

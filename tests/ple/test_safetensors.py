@@ -128,7 +128,8 @@ def test_the_folders_of_a_hub_cache(tmp_path: Path, write_safetensors) -> None:
 def test_a_loop_of_links(indexed: Path) -> None:
     (indexed / "loop.safetensors").symlink_to("loop.safetensors")
     write_index(indexed, {"a": "loop.safetensors"})
-    assert "names a file that can't be" in refusal(indexed)
+    with pytest.raises(TableError, match=r"loop\.safetensors"):
+        open_safetensors(str(indexed)).tensor("a")
 
 
 def hashed(**change: tuple[str, list[int], bytes] | None) -> dict[str, tuple[str, list[int], bytes]]:

@@ -74,6 +74,7 @@ def test_shards_back_to_back_are_one_extent() -> None:
     spec = built(shard(0, 8), shard(1, 88, rows=5), shard(2, 128), shard(3, 8, file="g"), shard(4, 89, file="g"))
     assert spec.extents == (Extent("f", 8, 0, 25), Extent("g", 8, 25, 10), Extent("g", 89, 35, 10))
     assert spec.rows == 45
+    assert len(built(shard(0, 8), shard(1, 88, file="g")).extents) == 2
 
 
 def test_gaps_and_repeats() -> None:
@@ -82,7 +83,7 @@ def test_gaps_and_repeats() -> None:
     assert "has shard 1 twice" in refusal(shard(0), shard(1), shard("01"))
 
 
-@pytest.mark.parametrize("other", [shard(1, values=5), shard(1, dtype="F8_E4M3")])
+@pytest.mark.parametrize("other", [shard(1, values=5), shard(1, values=8, dtype="F8_E4M3"), shard(1, dtype="F8_E4M3")])
 def test_shards_that_differ(other: StoredTensor) -> None:
     assert "shards of one table must be alike" in refusal(shard(0), other)
 
@@ -102,6 +103,11 @@ def test_an_unknown_type_has_packed_rows_only() -> None:
 def test_an_unknown_row_width_is_refused(size_bytes: int | None) -> None:
     message = refusal(StoredTensor("t", "type-99", (10, 4), "f", 0, size_bytes), table="t")
     assert "'t' has the type type-99, which is unknown here" in message
+
+
+def test_unknown_types_of_two_widths() -> None:
+    other = StoredTensor("t.shard_1.weight", "NEW", (10, 4), "f", 0, 130)
+    assert "rows of other bytes than 't.shard_0.weight'" in refusal(shard(0, dtype="NEW"), other)
 
 
 def test_a_size_that_contradicts_the_type() -> None:

@@ -122,6 +122,8 @@ def test_the_shards_of_qwen4_exp(write_folder, prefix: str) -> None:
     assert stored(spec) == b"".join(bytes([row]) * 8 for row in range(70))
     assert [table.tensor for table in find_tables(folder)] == [spec.tensor, "model.embed_tokens.weight"]
     assert find_table(folder, f"{prefix}.ngram_embedding") == spec == find_table(folder, spec.tensor)
+    assert f"nearest names: {spec.tensor};" in refusal(folder, "ngram_embeding")
+    assert f"nearest names: {spec.tensor};" in refusal(folder, "ple_embedding.ngram_embedding.weight")
     one = find_table(folder, f"{prefix}.ngram_embedding.shard_3.weight")
     assert (one.rows, one.is_ple, stored(one)) == (5, False, b"".join(bytes([row]) * 8 for row in range(15, 20)))
 
@@ -165,7 +167,7 @@ def test_a_name_that_matches_nothing(tmp_path: Path) -> None:
     written_gguf(path, "gemma4")
     message = refusal(path, "per_layer_token_embedding.weight")
     assert "has no tensor 'per_layer_token_embedding.weight'" in message
-    assert f"nearest names: {GGUF_PLE}, token_embd.weight" in message
+    assert f"nearest names: {GGUF_PLE};" in message
     assert f"tables found: {GGUF_PLE} (IQ4_NL, 64 rows of 90 bytes), token_embd.weight (F16, 10 rows" in message
     assert "nearest names: blk.0.attn_q.weight, blk.0.attn_norm.weight;" in refusal(path, "blk.0")
     assert "nearest names: none;" in refusal(path, "?")
