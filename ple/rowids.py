@@ -53,9 +53,15 @@ def row_ids_of(spec: TableSpec, vocab: int | None = None) -> RowIds:
     """The row ids of a table: hashed where it has n-gram constants, else the token ids themselves.
 
     `vocab` is the number of token ids, where it is known and lower than what the constants allow.
-    Raises TableError if the constants contradict each other or reach beyond the table.
+    Raises TableError if the constants contradict each other or reach beyond the table, or where a table of hashed
+    n-grams comes without them.
     """
     if spec.ngram is None:
+        if "ngram_embedding" in spec.tensor or (spec.architecture or "").startswith("qwen4"):
+            raise TableError(
+                f"{spec.path}: {spec.tensor} is read by hashed n-grams, and the constants of the hash are not in the file; "
+                "open the folder of the model, with its config.json"
+            )
         return IdentityRowIds(spec.rows)
     row_ids = NgramRowIds(spec.ngram, vocab)
     if row_ids.rows > spec.rows:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -224,3 +225,13 @@ def test_constants_that_reach_beyond_the_table_are_refused():
 def test_constants_that_contradict_each_other_are_refused(constants: NgramHash):
     with pytest.raises(TableError):
         NgramRowIds(constants)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "architecture"),
+    [("model.layers.1.ple.ple_embedding.ngram_embedding.weight", None), ("per_layer_token_embd.weight", "qwen4exp")],
+)
+def test_a_hashed_table_without_constants_has_no_row_ids(tensor: str, architecture: str | None) -> None:
+    spec = replace(spec_of(1000, None), tensor=tensor, architecture=architecture)
+    with pytest.raises(TableError, match=r"constants of the hash are not in the file; open the folder"):
+        row_ids_of(spec)
