@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lazyio.errors import LazyIOError
+from lazyio.errors import LazyIOError, TableError
 from lazyio.fetchers.base import Alignment, FetcherOptions
 from lazyio.host import Filesystem, direct_alignment, filesystem_of, owns_or_writes
 from lazyio.modes import choose
+from lazyio.ple.rowids import row_ids_of
 from lazyio.ple.spec import TableSpec
 from lazyio.ple.tables import find_tables
 from lazyio.settings import fetcher_options
@@ -34,6 +35,7 @@ class TableFacts:
     """A table that could be opened. `mode` is what `auto` takes for it here and now, None where nothing can."""
 
     spec: TableSpec
+    row_ids: str | None  # what a row's id comes from: "token" or "ngram"; None where that is not known
     payload_alignment: int  # largest power of two that divides the place of every extent, at most an OS page
     files: tuple[FileFacts, ...]
     mode: str | None
@@ -64,6 +66,7 @@ def _look_at(spec: TableSpec, options: FetcherOptions) -> TableFacts:
         mode, why = None, str(error)
     return TableFacts(
         spec=spec,
+        row_ids=_source_of_ids(spec),
         payload_alignment=min(_power_of_two_in(extent.offset) for extent in spec.extents),
         files=files,
         mode=mode,
@@ -78,6 +81,16 @@ def _look_at_file(path: str) -> FileFacts:
         return FileFacts(path, filesystem_of(descriptor), direct_alignment(descriptor))
     finally:
         os.close(descriptor)
+
+
+def _source_of_ids(spec: TableSpec) -> str | None:
+    if not spec.is_ple:
+        return None
+    try:
+        row_ids_of(spec)
+    except TableError:
+        return None
+    return "token" if spec.ngram is None else "ngram"
 
 
 def _power_of_two_in(offset: int) -> int:
@@ -98,6 +111,8 @@ def _warnings(spec: TableSpec, files: Sequence[FileFacts]) -> Iterator[str]:
             f"{unproved[0]} is neither yours nor writable for you, so the kernel hides what of it is cached: cold "
             "reads can't be measured; take a copy of your own for that"
         )
+    if spec.is_ple and _source_of_ids(spec) is None:
+        yield "which rows a token needs is not to be known from these files: open the whole folder of the model"
     if not spec.row_values:
         yield f"the type {spec.dtype} is unknown: rows can be gathered as stored, but not decoded"
 
@@ -107,6 +122,7 @@ def _table_as_json(table: TableFacts) -> dict[str, Any]:
     del spec["path"]
     return {
         **spec,
+        "row_ids": table.row_ids,
         "table_bytes": table.spec.table_bytes,
         "payload_alignment": table.payload_alignment,
         "files": [_file_as_json(file) for file in table.files],

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lazyio.inspect import FileFacts, TableFacts
-from lazyio.ple.spec import NgramHash, TableSpec
+from lazyio.ple.spec import NgramHash
 from lazyio.units import format_bytes
 
 # Of a table cut in many parts, the first ones show the pattern.
@@ -64,7 +64,7 @@ def _lines(table: TableFacts) -> Iterator[tuple[str, str]]:
     spec = table.spec
     if spec.architecture:
         yield "model", spec.architecture
-    yield "row ids", _row_ids(spec)
+    yield "row ids", _row_ids(table)
     if spec.ngram is not None:
         yield from _ngram(spec.ngram)
     if spec.scale is not None:
@@ -87,11 +87,11 @@ def _lines(table: TableFacts) -> Iterator[tuple[str, str]]:
         yield "warning", warning
 
 
-def _row_ids(spec: TableSpec) -> str:
-    if spec.ngram is None:
-        return "the token id" if spec.is_ple else "not known for this tensor"
-    heads = len(spec.ngram.head_sizes)
-    return f"{heads} for each token, by a hash of n-grams of up to {len(spec.ngram.multipliers)} tokens"
+def _row_ids(table: TableFacts) -> str:
+    ngram = table.spec.ngram
+    if table.row_ids == "ngram" and ngram is not None:
+        return f"{len(ngram.head_sizes)} for each token, by a hash of n-grams of up to {len(ngram.multipliers)} tokens"
+    return "the token id" if table.row_ids == "token" else "not known"
 
 
 def _ngram(ngram: NgramHash) -> Iterator[tuple[str, str]]:

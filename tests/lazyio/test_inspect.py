@@ -54,6 +54,19 @@ def test_every_table_is_shown_and_the_per_layer_embedding_first(model: Path) -> 
     assert "it fits in memory" in tables[0].why
 
 
+def test_what_row_ids_come_from(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed, embedding = facts.inspect(model)
+    assert (hashed.row_ids, embedding.row_ids) == ("ngram", None)
+    without = dataclasses.replace(hashed.spec, ngram=None)
+    monkeypatch.setattr(
+        facts, "find_tables", lambda path: [without, dataclasses.replace(without, architecture="gemma4")]
+    )
+    unknown, token = facts.inspect(model)
+    assert (unknown.row_ids, token.row_ids) == (None, "token")
+    assert "open the whole folder" in unknown.warnings[0]
+    assert token.warnings == ()
+
+
 def test_settings_of_the_environment_count_for_auto(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYIO_RESERVE", "1000T")
     table = facts.inspect(model)[0]

@@ -20,7 +20,7 @@ def facts(parts: int = 1, **changes: object) -> TableFacts:
     rows = parts * 1_000_000
     spec = TableSpec("/data", TENSOR, "IQ4_NL", rows, 160, 90, extents, "qwen4exp", NGRAM, is_ple=True)
     files = tuple(FileFacts(extent.path, DISK, Alignment(512, 4)) for extent in extents)
-    table = TableFacts(spec, 64, files, "uring", "it does not fit in memory", ())
+    table = TableFacts(spec, "ngram", 64, files, "uring", "it does not fit in memory", ())
     return dataclasses.replace(table, **changes)  # type: ignore[arg-type]
 
 
@@ -88,9 +88,16 @@ def test_only_per_layer_embeddings_are_shown_in_full() -> None:
 def test_unknowns() -> None:
     table = facts(mode=None, why="maps are forbidden here", warnings=("it is unknown",))
     spec = dataclasses.replace(table.spec, row_values=0, ngram=None, architecture=None, scale=0.5)
-    text = shown(dataclasses.replace(table, spec=spec))
-    for fact in ("none: maps are forbidden here", "it is unknown", "the token id", "0.5"):
+    text = shown(dataclasses.replace(table, spec=spec, row_ids=None))
+    for fact in ("none: maps are forbidden here", "it is unknown", "not known", "0.5"):
         assert fact in text
+
+
+def test_a_table_without_hash() -> None:
+    table = facts(row_ids="token")
+    text = shown(dataclasses.replace(table, spec=dataclasses.replace(table.spec, ngram=None)))
+    assert "the token id" in text
+    assert "eos" not in text
 
 
 def test_no_tables() -> None:
