@@ -59,8 +59,8 @@ def row_ids_of(spec: TableSpec, vocab: int | None = None) -> RowIds:
     if spec.ngram is None:
         if "ngram_embedding" in spec.tensor or (spec.architecture or "").startswith("qwen4"):
             raise TableError(
-                f"{spec.path}: {spec.tensor} is read by hashed n-grams, and the constants of the hash are not in the file; "
-                "open the folder of the model, with its config.json"
+                f"{spec.path}: {spec.tensor} is read by hashed n-grams, and the constants of the hash are not in the "
+                "file; open the folder of the model, with its config.json"
             )
         return IdentityRowIds(spec.rows)
     row_ids = NgramRowIds(spec.ngram, vocab)
