@@ -48,6 +48,7 @@ _EVENT = np.dtype([("data", "u8"), ("iocb", "u8"), ("result", "i8"), ("result2",
 _OP_PREAD = 0
 
 _TOLD = 512  # completions that are handed on together
+_TRIES = 8
 
 
 class Requests:
@@ -146,14 +147,20 @@ class Context:
     def goes_on_by_itself(self, requests: Requests) -> bool:
         """Whether a submitted read is carried out beside its submitter, tried on the first of `requests`.
 
-        False where it is carried out while it is submitted, as by filesystems without asynchronous direct I/O.
+        False where it is carried out while it is submitted, as by filesystems without asynchronous direct I/O. A read
+        may also have ended before it is looked for, so it takes several to be sure of that.
         """
+        return any(self._is_under_way(requests) for _ in range(_TRIES))
+
+    def _is_under_way(self, requests: Requests) -> bool:
+        """Whether the first of `requests` has not ended yet when its submission has; waits for it."""
         if _call(self._submit, self._handle, 1, requests.list_from(0)) != 1:
             return False
-        at_once = self._collect(0, 1, 0)
-        while not at_once and not self._collect(1, 1, 0):
-            pass
-        return not at_once
+        under_way = not self._collect(0, 1, 0)
+        if under_way:
+            while not self._collect(1, 1, 0):
+                pass  # a signal came
+        return under_way
 
     def close(self) -> None:
         """Give the queue back. The kernel first waits for what is in flight; harmless in a child or when done twice."""

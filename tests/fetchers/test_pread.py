@@ -213,6 +213,20 @@ def test_what_is_cached_is_read_with_one_call_each(path, monkeypatch):
         assert calls == plan.offset.tolist()
 
 
+def test_what_is_cached_in_part_is_waited_for(path, monkeypatch):
+    really = pread._preadv
+
+    def preadv(descriptor, target, offset, flags):
+        return really(descriptor, target[:1] if flags else target, offset, 0)
+
+    with open_fetcher(path, "ahead") as fetcher:
+        monkeypatch.setattr(pread, "_preadv", preadv)
+        plan = scattered(fetcher, 100)
+        buffer = make_buffer(plan)
+        assert fetcher.read(plan, buffer).resumed == 0
+        check(path, plan, buffer)
+
+
 def test_old_kernels_and_filesystems_that_cannot_say_get_the_pool(path, monkeypatch):
     options = FetcherOptions(direct_io="off")
     extents = [Extent(str(path), 0, 0, SIZE)]
