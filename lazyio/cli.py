@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from lazyio.bench.command import bench
 from lazyio.errors import LazyIOError
 from lazyio.version import __version__
 
@@ -79,6 +80,9 @@ def inspect(
         print(json.dumps(facts.as_json(path, tables), indent=2))
     else:
         show(tables, Console(highlight=False))
+
+
+app.command()(bench)
 
 
 @app.command()

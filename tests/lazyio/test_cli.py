@@ -59,6 +59,12 @@ def test_inspect_for_programs(model: Path) -> None:
     assert [table["tensor"] for table in document["tables"]] == ["per_layer_token_embd.weight"]
 
 
+def test_bench_is_a_command() -> None:
+    result = lazyio("bench", "--help")
+    assert result.exit_code == 0
+    assert "Compare lazy modes" in result.stdout
+
+
 def test_settings() -> None:
     result = lazyio("settings")
     assert (result.exit_code, result.stdout) == (0, settings.document())
