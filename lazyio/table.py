@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazyio import settings
-from lazyio.errors import NetworkFilesystemWarning, RowIndexError, TableError
+from lazyio.errors import NetworkFilesystemWarning, RowIndexError, SettingError, TableError
 from lazyio.fetchers.base import Bytes, Extent, FetcherOptions, Int64, ReadStats, RowFetcher
 from lazyio.fetchers.mapping import MappedRows
 from lazyio.forking import renew_in_child
@@ -414,20 +414,14 @@ def open_table(
     }
     mode = settings.resolve("lazy_mode", mode)
     settings.check(mode, given)
-    value = {name: settings.resolve(name, argument) for name, argument in given.items()}
-    options = FetcherOptions(
-        direct_io=value["direct_io"],
-        workers=value["workers"],
-        queue_depth=value["queue_depth"],
-        block_bytes=value["block_bytes"],
-        mmap_rss_bytes=value["mmap_rss"],
-        mmap_safe=value["mmap_safe"],
-        reserve_bytes=value["reserve"],
-        extra=extra or {},
-    )
+    options = settings.fetcher_options(given, extra)
+    if isinstance(path, TableSpec) and tensor is not None:
+        raise SettingError(f"the spec of {path.tensor} is given, so that the tensor name {tensor} has no effect")
     spec = path if isinstance(path, TableSpec) else find_table(path, tensor)
     _warn_of_networks(spec)
-    return LazyTable(spec, mode, options, strict=settings.resolve("strict", strict), budget_bytes=value["budget"])
+    return LazyTable(
+        spec, mode, options, strict=settings.resolve("strict", strict), budget_bytes=settings.resolve("budget", budget)
+    )
 
 
 def _warn_of_networks(spec: TableSpec) -> None:
