@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from importlib.metadata import entry_points
 
 from lazyio.errors import SettingError
@@ -27,13 +28,18 @@ def available() -> dict[str, str]:
 def load(name: str) -> type[Fetcher]:
     """Return the fetcher class registered as `name`.
 
-    Raises SettingError for an unknown name, naming those there are.
+    Raises SettingError for an unknown name, naming those there are, and for one that stands for no fetcher class.
     """
     known = available()
     if name not in known:
         raise SettingError(f"no fetcher is called {name!r}; there are: {', '.join(sorted(known))}")
     module, _, attribute = known[name].partition(":")
-    loaded = getattr(__import__(module, fromlist=[attribute]), attribute)
+    try:
+        loaded = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise SettingError(
+            f"fetcher {name!r} is registered as {known[name]}, which can't be loaded: {error}"
+        ) from error
     if not (isinstance(loaded, type) and issubclass(loaded, Fetcher)):
         raise SettingError(f"fetcher {name!r} is registered as {known[name]}, which is not a Fetcher class")
     return loaded
