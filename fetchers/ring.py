@@ -303,7 +303,10 @@ class Ring:
         """Submit what is written and wait for completions. The kernel may take less, or be interrupted: call again."""
         waiting = (int(self._sq_tail[0]) - int(self._sq_head[0])) & 0xFFFFFFFF
         taken = self._library.io_uring_enter(self._ring.ring_fd, waiting, wait_for, _ENTER_GETEVENTS, None)
-        if taken >= 0 or taken == -errno.EINTR:
+        if taken >= 0:
+            self._refusals = 0
+            return
+        if taken == -errno.EINTR:
             return
         if taken not in (-errno.EAGAIN, -errno.EBUSY):
             raise OSError(-taken, f"io_uring_enter failed: {os.strerror(-taken)}")

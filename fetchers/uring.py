@@ -43,7 +43,19 @@ class UringFetcher(Fetcher):
     def read(self, plan: ReadPlan, buffer: Bytes, landed: Landed | None = None) -> ReadStats:
         """Read the plan; the base class has the contract."""
         progress = Progress(plan, self.files, self.alignment)
-        stats = self._ring().read(plan, progress, self._descriptors, buffer.ctypes.data, landed)
+        ring = self._ring()
+        try:
+            stats = ring.read(plan, progress, self._descriptors, buffer.ctypes.data, landed)
+        except OSError as error:
+            path, wanted = self.files.paths[int(plan.file[0])], int(plan.needed.sum())
+            raise ReadError(
+                f"{len(plan)} reads, the first of {path}, failed together: {error.strerror}",
+                path=path,
+                offset=int(plan.offset[0]),
+                wanted=wanted,
+                got=None,
+                errno=error.errno,
+            ) from error
         if progress.failure is not None:
             raise progress.failure
         stats.bytes_read, stats.resumed = progress.bytes_read, progress.resumed
@@ -66,14 +78,10 @@ class UringFetcher(Fetcher):
         length = max(512, self.alignment.offset)
         zero = np.zeros(1, np.int64)
         plan = ReadPlan(zero.astype(np.int32), zero, zero + length, zero, zero, length)
-        with mmap.mmap(-1, length) as memory:
-            area = np.frombuffer(memory, np.uint8)
-            try:
-                self.read(plan, area)
-            except ReadError as error:
-                raise Unsupported(f"io_uring is there but a first read through it failed: {error}") from error
-            finally:
-                del area
+        try:
+            self.read(plan, np.frombuffer(mmap.mmap(-1, length), np.uint8))
+        except ReadError as error:
+            raise Unsupported(f"io_uring is there but a first read through it failed: {error}") from error
 
 
 class _OwnRing:
