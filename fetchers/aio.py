@@ -1,8 +1,7 @@
-"""Linux native AIO as numpy arrays: one system call starts a list of positioned reads.
+"""Linux native AIO as numpy arrays: reads that go on by themselves.
 
-io_submit(2) takes any number of reads with offsets of their own. Reads past the page cache are queued at the device and
-go on by themselves, so that one thread keeps as many in flight as it likes, and takes the interpreter lock once for a
-list of them. Reads through the page cache it carries out one by one inside the call: they gain nothing.
+io_submit(2) queues reads past the page cache at the device and returns, so that one thread keeps as many in flight as
+it likes. Reads through the page cache it carries out inside the call: they gain nothing by it.
 """
 
 from __future__ import annotations
@@ -47,6 +46,9 @@ _IOCB = np.dtype(
 _EVENT = np.dtype([("data", "u8"), ("iocb", "u8"), ("result", "i8"), ("result2", "i8")])
 _OP_PREAD = 0
 
+# Reads of one call. From three on the kernel holds them back until it has seen the last; the device then gets them all at
+# once, answers them all at once, and has nothing to do until it gets the next.
+_AT_ONCE = 2
 _TOLD = 512  # completions that are handed on together
 _TRIES = 8
 
@@ -117,17 +119,15 @@ class Context:
         closed or interrupted waits for what is in flight, and the context can't be used again.
         """
         taken = in_flight = filled = 0
+        depth = min(depth, self.entries)
         unfinished = True  # not told by in_flight: an interrupt may come between a call and its count
         since = time.perf_counter()
         try:
             while True:
-                room = min(depth - in_flight, len(requests) - taken)
-                count = _call(self._submit, self._handle, room, requests.list_from(taken)) if room else 0
-                if count >= 0:
-                    taken, in_flight = taken + count, in_flight + count
-                else:  # the first read of the list can't be started: that is its result
-                    self._events[filled] = (requests.number(taken), 0, count, 0)
-                    taken, filled = taken + 1, filled + 1
+                while taken < len(requests) and in_flight < depth and filled < _TOLD:
+                    most = min(len(requests) - taken, depth - in_flight)
+                    started, refused = self._start(requests, taken, most, filled)
+                    taken, in_flight, filled = taken + started + refused, in_flight + started, filled + refused
                 ended = taken == len(requests)
                 if filled >= _TOLD or (ended and not in_flight):
                     done, filled = self._events[:filled], 0
@@ -167,6 +167,14 @@ class Context:
         if self.usable:
             _call(self._destroy, self._handle)
         self._handle = 0
+
+    def _start(self, requests: Requests, first: int, most: int, slot: int) -> tuple[int, int]:
+        """Start the next reads; return how many were, and how many (one, as event `slot`) can't be started at all."""
+        started = _call(self._submit, self._handle, min(_AT_ONCE, most), requests.list_from(first))
+        if started >= 0:
+            return started, 0
+        self._events[slot] = (requests.number(first), 0, started, 0)
+        return 0, 1
 
     def _collect(self, least: int, most: int, slot: int) -> int:
         """Wait for completions and write them to the events from `slot` on; less than `least` after a signal."""

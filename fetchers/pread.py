@@ -3,7 +3,7 @@
 Threads that each wait for one read after another have to take turns at the interpreter lock, so they are the last
 resort. How reads overlap depends on what the kernel does here:
 
-  past the page cache     native AIO: the kernel is given lists of reads, and goes on with them by itself
+  past the page cache     native AIO: the kernel is given as many reads as there are workers, and goes on by itself
   through the page cache  it begins the reads of one list while those of the list before are waited for
   where it does neither   threads of a pool take a list each
 """
@@ -44,7 +44,7 @@ _Part = Future[tuple[Int64, float]]  # results, and the seconds that they took
 
 
 class PreadFetcher(Fetcher):
-    """Reads with about `options.workers` reads at once, directly or through the page cache.
+    """Reads with at most `options.workers` reads at once a call, directly or through the page cache.
 
     `aio_refused` says, in words for a user, why direct reads go to the pool of threads; None where they do not.
     Raises SettingError for less than one worker, and as `open_for_reads` does.
@@ -66,13 +66,10 @@ class PreadFetcher(Fetcher):
             raise
         self.direct_io, self.alignment = self._opened.direct, self._opened.alignment
         self.fell_back = self._opened.reason
-        self.workers = options.workers
-        self.queue_depth = self.workers
+        self.workers = self.queue_depth = options.workers
         self._descriptors = np.array(self._opened.descriptors, np.int32)
         self._queues = self.direct_io and self._goes_on_by_itself()
         self._begins = not self.direct_io and self._begins_reads()
-        if self._queues:
-            self.queue_depth = self._most_queued()
 
     def read(self, plan: ReadPlan, buffer: Bytes, landed: Landed | None = None) -> ReadStats:
         """Read the plan; the base class has the contract.
@@ -115,7 +112,7 @@ class PreadFetcher(Fetcher):
         """Carry `reads` out once each. Nothing is in flight when the iteration ends or is closed."""
         context = self._context() if self._queues else None
         if context is not None:
-            return context.flow(reads.requests, self.queue_depth, stats)
+            return context.flow(reads.requests, self.workers, stats)
         return self._list_ahead(reads, stats) if self._begins else self._pooled(reads, stats)
 
     def _list_ahead(self, reads: _Reads, stats: ReadStats) -> _Arrivals:
@@ -165,10 +162,6 @@ class PreadFetcher(Fetcher):
             pool = self._pools.setdefault(pid, ThreadPoolExecutor(self.workers, "lazyio-pread"))
         return pool
 
-    def _most_queued(self) -> int:
-        """Reads in a queue: what has ended stays there until the next look, so a quarter more keeps `workers` busy."""
-        return self.workers + self.workers // 4
-
     def _context(self) -> Context | None:
         """The queue of this thread; None where the kernel gives none."""
         context: Context | None = getattr(self._local, "context", None)
@@ -176,7 +169,7 @@ class PreadFetcher(Fetcher):
             return context
         if self.aio_refused is None:
             try:
-                context = self._local.context = Context(self._most_queued())
+                context = self._local.context = Context(self.workers)
             except Unsupported as refused:
                 self.aio_refused = str(refused)
             else:

@@ -134,7 +134,7 @@ def test_plans_longer_than_any_list(path, fetcher):
 
 def test_attributes_say_what_is_in_flight(path):
     with open_fetcher(path, "queued", 32) as fetcher:
-        assert (fetcher.workers, fetcher.queue_depth, fetcher.direct_io) == (32, 40, True)
+        assert (fetcher.workers, fetcher.queue_depth, fetcher.direct_io) == (32, 32, True)
     with open_fetcher(path, "ahead", 8) as fetcher:
         assert (fetcher.workers, fetcher.queue_depth, fetcher.direct_io) == (8, 8, False)
 
