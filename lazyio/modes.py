@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from dataclasses import dataclass
 
-from lazyio.errors import Unsupported
+from lazyio.errors import TableError, Unsupported
 from lazyio.fetchers import Fetcher, FetcherOptions, load
 from lazyio.host import available_memory_bytes
 from lazyio.ple.spec import TableSpec
@@ -57,8 +59,9 @@ def open_fetcher(mode: str, spec: TableSpec, options: FetcherOptions, *, strict:
     """Open the fetcher of a mode on a table, or the one that takes its place.
 
     With `strict`, anything that can't be had as asked raises Unsupported. Raises NeverFits for `off` where memory does
-    not suffice, SettingError for an unknown mode.
+    not suffice, SettingError for an unknown mode, TableError for rows that lie beyond the end of their file.
     """
+    _check_lengths(spec)
     why = "as asked"
     reasons: list[str] = []
     actual = mode
@@ -88,6 +91,20 @@ def open_fetcher(mode: str, spec: TableSpec, options: FetcherOptions, *, strict:
         fallback_reason="; ".join(reasons) or None,
         why=why,
     )
+
+
+def _check_lengths(spec: TableSpec) -> None:
+    """A spec may be older than the file that now lies at its path."""
+    for extent in spec.extents:
+        end = extent.offset + extent.rows * spec.row_bytes
+        with contextlib.suppress(OSError):  # opening it will say why
+            size = os.stat(extent.path).st_size
+            if end > size:
+                last = extent.first_row + extent.rows - 1
+                raise TableError(
+                    f"{extent.path} has {size} bytes, but rows {extent.first_row} to {last} of {spec.tensor} end at "
+                    f"{end}: the file is not complete, or not the one in which the table was found"
+                )
 
 
 def _open(mode: str, spec: TableSpec, options: FetcherOptions) -> Fetcher:
