@@ -46,8 +46,8 @@ _IOCB = np.dtype(
 _EVENT = np.dtype([("data", "u8"), ("iocb", "u8"), ("result", "i8"), ("result2", "i8")])
 _OP_PREAD = 0
 
-# Reads of one call. From three on the kernel holds them back until it has seen the last; the device then gets them all at
-# once, answers them all at once, and has nothing to do until it gets the next.
+# Reads of one call. From three on the kernel holds them back until it has seen the last: the device then gets them all
+# at one time, answers at one time, and has nothing to do until it gets the next.
 _AT_ONCE = 2
 _TOLD = 512  # completions that are handed on together
 _TRIES = 8
