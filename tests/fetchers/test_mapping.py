@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lazyio.errors import ReadError
@@ -165,6 +165,7 @@ def test_a_few_faults_are_put_up_with(mapped: Mapped, faults: list[int]) -> None
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=60))
+@example(ids=[1999, 2000])  # the last page of one map and the first of the next
 def test_ranges_are_the_merged_pages_of_the_rows(table: MadeTable, ids: list[int]) -> None:
     mapped = Mapped(table)
     addresses, lengths = mapped.rows.ranges(np.array(ids))
