@@ -14,6 +14,8 @@ from lazyio.host import available_memory_bytes
 from lazyio.units import format_bytes
 
 _CHUNK_BYTES = 16 << 20
+# The page cache holds folios of up to this size, and one that is only partly inside a range is not dropped with it.
+_FOLIO_BYTES = 2 << 20
 
 
 class ResidentFetcher(RowFetcher):
@@ -51,7 +53,9 @@ class ResidentFetcher(RowFetcher):
             at = extent.offset + done
             chunk = target[done : done + _CHUNK_BYTES]
             got = os.preadv(descriptor, [memoryview(cast(Any, chunk))], at)
-            os.posix_fadvise(descriptor, at, got, os.POSIX_FADV_DONTNEED)
+            start = at // _FOLIO_BYTES * _FOLIO_BYTES
+            stop = -(-(at + got) // _FOLIO_BYTES) * _FOLIO_BYTES
+            os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
             if got == 0:
                 raise ReadError(
                     f"{extent.path} ends at {at}, {len(target) - done} bytes before the end of the table",
