@@ -42,7 +42,7 @@ class Progress:
         if self._got is not None:
             wanted = wanted - self._got[windows]
         enough = results >= wanted
-        if enough.all():
+        if np.count_nonzero(enough) == len(enough):
             self._arrived[windows] = True
             self.bytes_read += int(results.sum())
             return _NONE
@@ -59,7 +59,7 @@ class Progress:
     def landed(self) -> int:
         """How many windows, counted from the first, have all arrived."""
         arrived = self._arrived[self._landed :]
-        self._landed += len(arrived) if arrived.all() else int(arrived.argmin())
+        self._landed += len(arrived) if np.count_nonzero(arrived) == len(arrived) else int(arrived.argmin())
         return self._landed
 
     def _goes_on(self, window: int, result: int) -> bool:

@@ -56,11 +56,11 @@ _SQE = np.dtype(
         ("addr", "u8"),
         ("len", "u4"),
         ("rw_flags", "u4"),
-        ("user_data", "u8"),
+        ("user_data", "i8"),
         ("rest", "u8", 3),
     ]
 )
-_CQE = np.dtype([("user_data", "u8"), ("res", "i4"), ("flags", "u4")])
+_CQE = np.dtype([("user_data", "i8"), ("res", "i4"), ("flags", "u4")])
 
 
 class _Offsets(ctypes.Structure):
@@ -180,15 +180,18 @@ class Ring:
         self._sq_head = _words(submission.queue.head, 1)
         self._sq_tail = _words(submission.queue.tail, 1)
         self._sq_flags = _words(submission.queue.flags, 1)
-        self._sqes = _view(submission.sqes, entries, _SQE)
+        sqes = _view(submission.sqes, entries, _SQE)
         self._cq_mask = int(_words(completion.queue.ring_mask, 1)[0])
         self._cq_head = _words(completion.queue.head, 1)
         self._cq_tail = _words(completion.queue.tail, 1)
-        self._cqes = _view(completion.cqes, self._cq_mask + 1, _CQE)
+        cqes = _view(completion.cqes, self._cq_mask + 1, _CQE)
+        self._cq_user, self._cq_result = cqes["user_data"], cqes["res"]
         if not flags & _SETUP_NO_SQARRAY:
             _words(submission.array, entries)[:] = np.arange(entries, dtype=np.uint32)
-        self._sqes[:] = np.zeros((), _SQE)
-        self._sqes["opcode"] = _OP_READ
+        sqes[:] = np.zeros((), _SQE)
+        sqes["opcode"] = _OP_READ
+        self._sq_fd, self._sq_offset, self._sq_address = sqes["fd"], sqes["off"], sqes["addr"]
+        self._sq_length, self._sq_user = sqes["len"], sqes["user_data"]
         self._generation = 0
         self._refusals = 0
 
@@ -274,7 +277,7 @@ class Ring:
         """How many reads can be written now without wrapping around the end of the submission queue."""
         tail = int(self._sq_tail[0])
         waiting = (tail - int(self._sq_head[0])) & 0xFFFFFFFF
-        return min(self.depth - in_flight, len(self._sqes) - waiting, len(self._sqes) - (tail & self._sq_mask))
+        return min(self.depth - in_flight, self._sq_mask + 1 - waiting, self._sq_mask + 1 - (tail & self._sq_mask))
 
     def _write(
         self,
@@ -291,12 +294,12 @@ class Ring:
             return
         tail = int(self._sq_tail[0])
         slot = tail & self._sq_mask
-        entries = self._sqes[slot : slot + len(numbers)]
-        entries["fd"] = descriptors[file] if len(descriptors) > 1 else descriptors[0]
-        entries["off"] = offset
-        entries["addr"] = dest + address
-        entries["len"] = length
-        entries["user_data"] = numbers + tag
+        entries = slice(slot, slot + len(numbers))
+        self._sq_fd[entries] = descriptors[file] if len(descriptors) > 1 else descriptors[0]
+        self._sq_offset[entries] = offset
+        self._sq_address[entries] = dest + address
+        self._sq_length[entries] = length
+        self._sq_user[entries] = numbers + tag
         self._sq_tail[0] = (tail + len(numbers)) & 0xFFFFFFFF
 
     def _enter(self, wait_for: int) -> None:
@@ -325,11 +328,12 @@ class Ring:
         head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
         count = (tail - head) & 0xFFFFFFFF
         slot = head & self._cq_mask
-        entries = self._cqes[slot : slot + count]
-        if len(entries) < count:
-            entries = np.concatenate([entries, self._cqes[: count - len(entries)]])
-        windows = entries["user_data"].astype(np.int64) - tag
-        results = entries["res"].astype(np.int64)
+        windows = self._cq_user[slot : slot + count] - tag
+        results = self._cq_result[slot : slot + count].astype(np.int64)
+        if len(windows) < count:  # the rest stands at the beginning of the queue
+            rest = slice(0, count - len(windows))
+            windows = np.concatenate([windows, self._cq_user[rest] - tag])
+            results = np.concatenate([results, self._cq_result[rest]])
         self._cq_head[0] = tail
         assert not int(self._sq_flags[0]) & _SQ_CQ_OVERFLOW, "more reads in flight than completions fit"
         return windows, results

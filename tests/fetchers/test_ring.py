@@ -221,7 +221,7 @@ def spoil(ring: Ring, library: Library, results: list[int]) -> Enter:
         head = int(ring._cq_head[0])
         taken = int(library.real.io_uring_enter(descriptor, submit, submit, flags, None))
         for number, result in enumerate(results):
-            ring._cqes[(head + number) & ring._cq_mask]["res"] = result
+            ring._cq_result[(head + number) & ring._cq_mask] = result
         return taken
 
     return enter

@@ -134,7 +134,7 @@ def test_a_ring_that_reads_nothing_is_no_ring(table: MadeTable, monkeypatch: pyt
     class Refusing(rings.Ring):
         def _write(self, *arguments: Any) -> None:
             super()._write(*arguments)
-            self._sqes["fd"] = -1
+            self._sq_fd[:] = -1
 
     monkeypatch.setattr(fetchers, "Ring", Refusing)
     before = len(os.listdir("/proc/self/fd"))
