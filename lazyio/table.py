@@ -192,6 +192,8 @@ class LazyTable:
         wanted = (*shape, self.row_bytes)
         if out is None:
             return np.empty(wanted, np.uint8)
+        if not isinstance(out, np.ndarray):
+            raise TypeError(f"out must be an array of uint8 {wanted}, and is a {type(out).__name__}")
         if out.shape != wanted or out.dtype != np.uint8 or not out.flags.c_contiguous or not out.flags.writeable:
             raise ValueError(
                 f"out must be writeable C-contiguous uint8 {wanted}, and is {out.dtype} {out.shape}"
@@ -426,7 +428,10 @@ def open_table(
 
 def _warn_of_networks(spec: TableSpec) -> None:
     for path in dict.fromkeys(extent.path for extent in spec.extents):
-        filesystem = filesystem_of(path)
+        try:
+            filesystem = filesystem_of(path)
+        except OSError:
+            return  # opening it will say why
         if filesystem.network:
             warnings.warn(
                 f"{path} lies on {filesystem.kind}, where each of thousands of small reads is a message: copy it to a "
