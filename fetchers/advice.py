@@ -45,10 +45,15 @@ class Adviser:
 
     def _advise(self, addresses: Int64, lengths: Int64) -> int:
         """One call; how many ranges it dealt with, at least one unless the call is not to be had."""
+        try:
+            descriptor = self._descriptor()
+        except OSError as error:
+            self._fall_back("pidfd_open", error.errno or 0)
+            return 0
         vectors = iovecs(addresses, lengths)
         advised = self._libc.syscall(
             _SYS_PROCESS_MADVISE,
-            ctypes.c_int(self._descriptor()),
+            ctypes.c_int(descriptor),
             ctypes.c_void_p(address_of(vectors)),
             ctypes.c_size_t(len(vectors)),
             ctypes.c_int(mmap.MADV_WILLNEED),
@@ -57,13 +62,14 @@ class Adviser:
         if advised < 0:
             code = ctypes.get_errno()
             if code in _NOT_HERE:
-                self.fell_back = (
-                    f"process_madvise is refused ({errno.errorcode[code]}), so that each range takes one madvise"
-                )
+                self._fall_back("process_madvise", code)
                 return 0
             return 1  # this range alone is refused: the demand fault will read it
         whole = int((lengths.cumsum() <= advised).sum())
         return max(1, whole)
+
+    def _fall_back(self, call: str, code: int) -> None:
+        self.fell_back = f"{call} is refused ({errno.errorcode.get(code, code)}), so that each range takes one madvise"
 
     def _descriptor(self) -> int:
         """A descriptor of this very process; a child makes its own."""

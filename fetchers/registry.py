@@ -30,16 +30,14 @@ def load(name: str) -> type[Fetcher]:
 
     Raises SettingError for an unknown name, naming those there are, and for one that stands for no fetcher class.
     """
-    known = available()
-    if name not in known:
-        raise SettingError(f"no fetcher is called {name!r}; there are: {', '.join(sorted(known))}")
-    module, _, attribute = known[name].partition(":")
+    place = _OURS.get(name) or available().get(name)  # looking for other packages takes a while
+    if place is None:
+        raise SettingError(f"no fetcher is called {name!r}; there are: {', '.join(sorted(available()))}")
+    module, _, attribute = place.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise SettingError(
-            f"fetcher {name!r} is registered as {known[name]}, which can't be loaded: {error}"
-        ) from error
+        raise SettingError(f"fetcher {name!r} is registered as {place}, which can't be loaded: {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Fetcher)):
-        raise SettingError(f"fetcher {name!r} is registered as {known[name]}, which is not a Fetcher class")
+        raise SettingError(f"fetcher {name!r} is registered as {place}, which is not a Fetcher class")
     return loaded
