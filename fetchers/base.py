@@ -90,9 +90,11 @@ class ReadStats:
     service_s: float = 0.0
 
     def add(self, other: ReadStats) -> None:
-        """Add the counts of `other`, whose fields this must have."""
-        for name in other.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        """Add the counts of `other`."""
+        self.reads += other.reads
+        self.bytes_read += other.bytes_read
+        self.resumed += other.resumed
+        self.service_s += other.service_s
 
 
 class Fetcher(abc.ABC):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lazyio.errors import ReadError, TableError
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """What tells one state of a file from another."""
 
     device: int
@@ -48,13 +47,10 @@ class FileSet:
     def reopen(self, number: int, flags: int) -> int:
         """Open file `number` once more with other flags, and return the descriptor, which the caller closes.
 
-        Raises OSError as `os.open` does, ReadError if another file lies at that path now.
+        Raises OSError as `os.open` does, ReadError if the file is not what it was any more.
         """
-        descriptor = os.open(f"/proc/self/fd/{self.descriptors[number]}", flags | os.O_CLOEXEC)
-        if Identity.of(descriptor) != self.identities[number]:
-            os.close(descriptor)
-            self.check(number)
-        return descriptor
+        self.check(number)
+        return os.open(f"/proc/self/fd/{self.descriptors[number]}", flags | os.O_CLOEXEC)
 
     def check(self, number: int) -> None:
         """Raise ReadError if file `number` was truncated, grown or rewritten since it was opened."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -38,21 +37,12 @@ class Staging:
         self._begin()
         renew_in_child(self)
 
-    @contextmanager
-    def lease(self, size: int) -> Iterator[Bytes]:
-        """Lend uint8 [size], page-aligned, with whatever bytes it held before.
+    def lease(self, size: int) -> _Lease:
+        """Lend uint8 [size], page-aligned, for the length of a with block, with whatever bytes it held before.
 
         Raises NeverFits where `size` exceeds the budget.
         """
-        area = self._take(size)
-        try:
-            yield area.bytes[:size]
-        finally:
-            with self._changed:
-                if area in self._lent:  # not so in a child that was forked during the lease
-                    self._lent.remove(area)
-                    self._free.append(area)
-                    self._changed.notify_all()
+        return _Lease(self, size)
 
     def held_bytes(self) -> int:
         """Bytes of all areas, lent or not."""
@@ -64,7 +54,16 @@ class Staging:
         with self._changed:
             self._free.clear()
 
-    def _take(self, size: int) -> _Area:
+    def give_back(self, area: _Area) -> None:
+        """End a lease."""
+        with self._changed:
+            if area in self._lent:  # not so in a child that was forked during the lease
+                self._lent.remove(area)
+                bisect.insort(self._free, area, key=lambda free: len(free.bytes))
+                self._changed.notify_all()
+
+    def take(self, size: int) -> _Area:
+        """Begin a lease, when there is room."""
         rounded = -(-max(size, 1) // _STEP_BYTES) * _STEP_BYTES
         if rounded > self.budget_bytes:
             raise NeverFits(
@@ -73,9 +72,8 @@ class Staging:
             )
         with self._changed:
             while True:
-                fitting = [area for area in self._free if rounded <= len(area.bytes)]
-                if fitting:
-                    area = min(fitting, key=lambda free: len(free.bytes))
+                area = next((area for area in self._free if rounded <= len(area.bytes)), None)
+                if area is not None:
                     self._free.remove(area)
                     break
                 while self._free and self._held() + rounded > self.budget_bytes:
@@ -97,5 +95,22 @@ class Staging:
 
     def _begin(self) -> None:
         self._changed = threading.Condition()
-        self._free: list[_Area] = []
+        self._free: list[_Area] = []  # smallest first
         self._lent: list[_Area] = []
+
+
+class _Lease:
+    """The with block of a lease."""
+
+    __slots__ = ("_area", "_size", "_staging")
+
+    def __init__(self, staging: Staging, size: int) -> None:
+        self._staging = staging
+        self._size = size
+
+    def __enter__(self) -> Bytes:
+        self._area = self._staging.take(self._size)
+        return self._area.bytes[: self._size]
+
+    def __exit__(self, *_: object) -> None:
+        self._staging.give_back(self._area)

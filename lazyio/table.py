@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lazyio import settings
 from lazyio.errors import NetworkFilesystemWarning, RowIndexError, SettingError, TableError
-from lazyio.fetchers.base import Bytes, Extent, FetcherOptions, Int64, ReadStats, RowFetcher
+from lazyio.fetchers.base import Bytes, Extent, FetcherOptions, Int64, ReadPlan, ReadStats, RowFetcher
 from lazyio.fetchers.mapping import MappedRows
 from lazyio.forking import renew_in_child
 from lazyio.host import filesystem_of
@@ -32,6 +32,8 @@ Take = Callable[[Int64, Bytes], ReadStats]
 # Ids that are looked at together where a request is longer: enough to make a call's cost small, few enough to be
 # nothing beside the rows themselves.
 _CHUNK_IDS = 1 << 16
+# Up to so many rows, plain integers are faster than numpy: a decode step of a few lanes.
+_FEW_IDS = 64
 # A gather takes at most this part of the budget, so that several can run at once.
 _SHARE = 8
 # What a row costs beside its bytes while it is gathered: its id, place, order and inverse.
@@ -52,6 +54,15 @@ class TableStats(ReadStats):
     rows: int = 0
     unique_rows: int = 0
     wall_s: float = 0.0
+
+    def add(self, other: ReadStats) -> None:
+        """Add the counts of `other`, as far as it has them."""
+        ReadStats.add(self, other)  # a dataclass with slots is made twice, which super() does not survive
+        if isinstance(other, TableStats):
+            self.gathers += other.gathers
+            self.rows += other.rows
+            self.unique_rows += other.unique_rows
+            self.wall_s += other.wall_s
 
     def __sub__(self, earlier: TableStats) -> TableStats:
         return TableStats(**{name: getattr(self, name) - getattr(earlier, name) for name in self.__dataclass_fields__})
@@ -116,6 +127,9 @@ class LazyTable:
         self._validate(asked)
         result = self._result(asked.shape, out)
         with _Gather(self._gate, asked.size) as stats:
+            if asked.size <= _FEW_IDS and self._take is None:
+                self._gather_few(asked.reshape(-1).tolist(), result, stats)
+                return result
             rows = result.reshape(asked.size, self.row_bytes)
             if self._take is not None:
                 for start, chunk in _chunks(asked):
@@ -232,6 +246,20 @@ class LazyTable:
                 stats.add(self._fetcher.read(piece.reads, buffer))
         return stats
 
+    def _gather_few(self, ids: list[int], result: Bytes, stats: TableStats) -> None:
+        """Gather the rows of a decode step: nothing per call that would show beside one read."""
+        if not ids:
+            return
+        reads, positions = self._geometry.plan_few(ids, self._fetcher.alignment)
+        self._check_files(reads)
+        stats.unique_rows = len(set(ids))
+        row_bytes = self.row_bytes
+        with self._staging.lease(reads.buffer_bytes) as buffer:
+            stats.add(self._fetcher.read(reads, buffer))
+            source, target = buffer.data, result.data.cast("B")
+            for start, position in zip(range(0, len(target), row_bytes), positions, strict=True):
+                target[start : start + row_bytes] = source[position : position + row_bytes]
+
     def _gather_once(self, ids: Int64, rows: Bytes, stats: TableStats) -> None:
         if not len(ids):
             return
@@ -261,10 +289,13 @@ class LazyTable:
     def _plan(self, unique: Int64) -> RowPlan:
         """Plan the reads of rows that ascend and do not repeat, of files that are still what they were."""
         plan = self._geometry.plan(unique, self._fetcher.alignment)
-        files = self._fetcher.files
-        for file in (0,) if len(files.paths) == 1 else np.unique(plan.reads.file).tolist():
-            files.check(file)
+        self._check_files(plan.reads)
         return plan
+
+    def _check_files(self, reads: ReadPlan) -> None:
+        files = self._fetcher.files
+        for file in (0,) if len(files.paths) == 1 else set(reads.file.tolist()):
+            files.check(file)
 
     def _buffer_bytes(self, plan: RowPlan) -> int:
         """Staging for the windows of a plan, or for as many at a time as fit a gather's share of the budget."""
@@ -286,12 +317,9 @@ class _Extractor:
     _AT_LEAST = 1024
 
     def __init__(self, plan: RowPlan, buffer: Bytes, packed: Bytes) -> None:
-        row_bytes = packed.shape[1]
-        row = f"V{row_bytes}"
         self._plan = plan
-        # A row may begin at any byte, so this array has one element a byte of the buffer, each as long as a row.
-        self._anywhere = np.ndarray((len(buffer) - row_bytes + 1,), row, buffer, strides=(1,))
-        self._rows = packed.reshape(-1).view(row)
+        self._anywhere = _items_anywhere(buffer, packed.shape[1])
+        self._rows = _as_items(packed)
         self._done = 0
 
     def landed(self, windows: int) -> None:
@@ -350,10 +378,20 @@ class _Gather:
         gate, stats = self._gate, self._stats
         stats.wall_s = time.perf_counter() - self._started
         with gate.lock:
-            gate.stats.add(stats)
             gate.under_way -= 1
             if not gate.under_way and gate.closed:
                 gate.idle.notify_all()
+            gate.stats.add(stats)
+
+
+def _as_items(rows: Bytes) -> NDArray[np.void]:
+    """View rows [n, row_bytes] as n items."""
+    return rows.reshape(-1).view(f"V{rows.shape[1]}")
+
+
+def _items_anywhere(buffer: Bytes, row_bytes: int) -> NDArray[np.void]:
+    """View a buffer as the rows that begin at each of its bytes, wherever a window happens to put one."""
+    return np.ndarray((len(buffer) - row_bytes + 1,), f"V{row_bytes}", buffer, strides=(1,))
 
 
 def _integers(ids: Any) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -84,10 +85,13 @@ class Geometry:
 
     def __init__(self, extents: Sequence[Extent], row_bytes: int, file_index: dict[str, int]) -> None:
         self.row_bytes = row_bytes
-        self._first = np.array([extent.first_row for extent in extents], np.int64)
-        self._file = np.array([file_index[extent.path] for extent in extents], np.int32)
+        self._firsts = [extent.first_row for extent in extents]
+        self._first = np.array(self._firsts, np.int64)
+        self._files = [file_index[extent.path] for extent in extents]
+        self._file = np.array(self._files, np.int32)
         # offset of row id = id * row_bytes + shift of its extent
-        self._shift = np.array([extent.offset - extent.first_row * row_bytes for extent in extents], np.int64)
+        self._shifts = [extent.offset - extent.first_row * row_bytes for extent in extents]
+        self._shift = np.array(self._shifts, np.int64)
 
     def locate(self, ids: Int64) -> tuple[Int64 | None, Int64]:
         """Extent (None where the table has one) and byte offset of each row."""
@@ -124,6 +128,32 @@ class Geometry:
         position = offset + (into if head is None else into[head.cumsum() - 1])
         file = np.zeros(len(length), np.int32) if of_window is None else self._file[of_window]
         return RowPlan(ReadPlan(file, window_start, length, needed, dest[:-1], int(dest[-1])), position, first_row)
+
+    def plan_few(self, ids: Sequence[int], alignment: Alignment) -> tuple[ReadPlan, list[int]]:
+        """Plan the reads of a handful of rows, in any order and with duplicates; also return the position of each.
+
+        In plain integers: for so few rows, numpy's cost of a call is more than that of the work.
+        """
+        up, mask, row_bytes = alignment.offset - 1, -alignment.offset, self.row_bytes
+        firsts, shifts = self._firsts, self._shifts
+        windows: list[tuple[int, int, int, int, int]] = []  # file, offset, length, needed, dest
+        position: dict[int, int] = {}
+        extent, head, stop, dest = -1, 0, -1, 0
+        for row in sorted(set(ids)):
+            before, extent = extent, bisect_right(firsts, row) - 1
+            offset = row * row_bytes + shifts[extent]
+            end = offset + row_bytes
+            start = offset & mask
+            if start <= stop and extent == before and stop - head < MAX_WINDOW_BYTES:
+                dest = windows.pop()[4]
+            else:
+                head = start
+            stop = (end + up) & mask
+            windows.append((self._files[extent], head, stop - head, end - head, dest))
+            position[row] = dest + offset - head
+            dest += stop - head
+        file, offsets, length, needed, dests = np.array(windows, np.int64).T
+        return ReadPlan(file.astype(np.int32), offsets, length, needed, dests, dest), [position[row] for row in ids]
 
     def _heads(
         self, extent: Int64 | None, start: Int64, stop: Int64

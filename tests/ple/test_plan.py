@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 import pytest
@@ -208,3 +209,27 @@ def test_a_long_request_is_looked_at_about_twice_a_range(limit: int) -> None:
     assert sum(len(distinct) for *_, distinct in ranges) == len(np.unique(ids))
     assert calls <= 2 * len(ranges)
     assert len(ranges) <= 4 * len(ids) / limit
+
+
+# --- a handful of rows -----------------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(tables(), st.randoms(use_true_random=False))
+def test_a_plan_of_few_rows_in_any_order(table: Table, random: Random) -> None:
+    asked = [int(random.choice(table.ids)) for _ in range(20)]
+    geometry = Geometry(table.extents, table.row_bytes, table.files)
+    reads, positions = geometry.plan_few(asked, Alignment(table.block, table.block))
+    wanted = geometry.plan(np.unique(asked), Alignment(table.block, table.block))
+    if len(wanted.reads) == len(reads):  # a run beyond the longest window is cut at other rows
+        for name in ("file", "offset", "length", "needed", "dest"):
+            np.testing.assert_array_equal(getattr(reads, name), getattr(wanted.reads, name))
+    assert reads.buffer_bytes == (reads.dest + reads.length)[-1]
+    np.testing.assert_array_equal(reads.dest[1:], (reads.dest + reads.length)[:-1])
+    assert not (reads.offset % table.block).any()
+    assert not (reads.length % table.block).any()
+    for row, position in zip(asked, positions, strict=True):
+        window = int(np.searchsorted(reads.dest, position, side="right")) - 1
+        into = position - int(reads.dest[window])
+        assert (int(reads.file[window]), int(reads.offset[window]) + into) == table.place(row)
+        assert into + table.row_bytes <= reads.needed[window] <= reads.length[window]
