@@ -77,10 +77,15 @@ class _RefusedError(Exception):
 
 
 def _buffered(files: FileSet, reason: str | None) -> Opened:
-    descriptors = [os.dup(descriptor) for descriptor in files.descriptors]
-    for descriptor in descriptors:
-        # Rows are scattered: what readahead would fetch beside them is never used.
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    descriptors: list[int] = []
+    try:
+        for descriptor in files.descriptors:
+            descriptors.append(os.dup(descriptor))
+            # Rows are scattered: what readahead would fetch beside them is never used.
+            os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_RANDOM)
+    except BaseException:
+        _close_all(descriptors)
+        raise
     return Opened(tuple(descriptors), False, Alignment(), reason)
 
 

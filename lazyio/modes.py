@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 from dataclasses import dataclass
 
-from lazyio.errors import TableError, Unsupported
+from lazyio.errors import LazyIOError, TableError, Unsupported
 from lazyio.fetchers import Fetcher, FetcherOptions, load
 from lazyio.host import available_memory_bytes
 from lazyio.ple.spec import TableSpec
@@ -110,4 +111,11 @@ def _check_lengths(spec: TableSpec) -> None:
 def _open(mode: str, spec: TableSpec, options: FetcherOptions) -> Fetcher:
     if mode == "on-bare":
         options = dataclasses.replace(options, advice=False)
-    return load(FETCHERS.get(mode, mode))(spec.extents, spec.row_bytes, options)
+    fetcher = load(FETCHERS.get(mode, mode))
+    try:
+        return fetcher(spec.extents, spec.row_bytes, options)
+    except LazyIOError:
+        raise
+    except OSError as error:
+        hint = "; raise RLIMIT_NOFILE (ulimit -n)" if error.errno == errno.EMFILE else ""
+        raise TableError(f"can't open {spec.path} with {fetcher.name}: {error.strerror or error}{hint}") from error

@@ -108,6 +108,12 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def way_arguments(way: str) -> dict[str, Any]:
+    """What `open_table` is given."""
+    return WAYS[way][1]
+
+
+@pytest.fixture
 def open_way(way: str) -> OpenWay:
     """Opens a table in each of the ways in turn, or skips what this machine can't do."""
     fetcher, arguments = WAYS[way]
