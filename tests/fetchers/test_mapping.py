@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from lazyio.errors import ReadError
 from lazyio.fetchers import mapping
@@ -158,6 +159,26 @@ def test_a_few_faults_are_put_up_with(mapped: Mapped, faults: list[int]) -> None
     faults += [100, 107]
     assert mapped.take(ids).reads == 7
     assert len(mapped.rows.absent(ids)) == 0
+
+
+@pytest.mark.usefixtures("faults")
+def test_a_sample_is_enough_while_all_is_there(mapped: Mapped, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    absent = MappedRows.absent
+
+    def spy(self: MappedRows, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        looked_at.append(len(ids))
+        return absent(self, ids)
+
+    monkeypatch.setattr(MappedRows, "absent", spy)
+    warm = np.arange(8192) % 1000
+    for _ in range(3):
+        mapped.take(warm)
+    assert looked_at == [8192, 8192, 1024]
+    looked_at.clear()
+    mapped.take(np.concatenate([warm[:4096], np.arange(4096) % ROWS]))
+    assert looked_at == [1024, 8192]
+    assert len(mapped.brought) == 2
 
 
 # --- ranges of OS pages ----------------------------------------------------------------------------------------------
