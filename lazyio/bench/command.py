@@ -1,0 +1,127 @@
+"""The command `lazyio bench`: its options, and what is left behind."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lazyio.bench.options import (
+    DEFAULT_LIMIT_READS,
+    DEFAULT_MODES,
+    DEFAULT_STEPS,
+    DEFAULT_UBATCH,
+    Request,
+)
+from lazyio.bench.plot import draw, require_matplotlib
+from lazyio.bench.report import show
+from lazyio.bench.rounds import Rules
+from lazyio.bench.session import execute
+from lazyio.bench.workload import DEFAULT_TOKENS
+
+_TEMPERATURE, _ROWS, _READING, _ROUNDS = "Temperature", "Rows asked for", "Reading", "Rounds"
+
+
+def bench(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="A model file or folder. Without it, a demo table is made and used.", show_default=False),
+    ] = None,
+    *,
+    tensor: Annotated[str | None, typer.Option(help="Name of the table, where it is not found by itself.")] = None,
+    demo_dir: Annotated[Path | None, typer.Option(help="Folder of the demo table.  [default: ./lazyio-demo]")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all results to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the results to this .png file.")] = None,
+    cold: Annotated[
+        bool,
+        typer.Option("--cold", help="Nothing of it in memory, proved. The default.", rich_help_panel=_TEMPERATURE),
+    ] = False,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="After an untimed pass over the same rows.", rich_help_panel=_TEMPERATURE)
+    ] = False,
+    preload: Annotated[
+        str | None,
+        typer.Option(
+            help="hot-set: the rows asked for are brought into the page cache first, and all modes read buffered.",
+            rich_help_panel=_TEMPERATURE,
+        ),
+    ] = None,
+    ids: Annotated[Path | None, typer.Option(help="Token ids, a .npy file of integers.", rich_help_panel=_ROWS)] = None,
+    uniform: Annotated[bool, typer.Option("--uniform", help="Random tokens.", rich_help_panel=_ROWS)] = False,
+    trace: Annotated[Path | None, typer.Option(help="Recorded gathers, a .npz file.", rich_help_panel=_ROWS)] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"How many tokens.  [default: {DEFAULT_TOKENS}]", rich_help_panel=_ROWS)
+    ] = None,
+    ubatch: Annotated[
+        int | None, typer.Option(min=1, help=f"Tokens a gather.  [default: {DEFAULT_UBATCH}]", rich_help_panel=_ROWS)
+    ] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Gathers of one token, each timed by itself.", rich_help_panel=_ROWS)
+    ] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"How many steps to decode.  [default: {DEFAULT_STEPS}]", rich_help_panel=_ROWS),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of random tokens and orders.", rich_help_panel=_ROWS)] = 0,
+    modes: Annotated[
+        str, typer.Option(help="Lazy modes or names of fetchers, separated by commas.", rich_help_panel=_READING)
+    ] = DEFAULT_MODES,
+    workers: Annotated[
+        str | None,
+        typer.Option(help="Reads at once, of modes with a pool; 1,8,32 compares three.", rich_help_panel=_READING),
+    ] = None,
+    direct_io: Annotated[str | None, typer.Option(help="auto, on or off.", rich_help_panel=_READING)] = None,
+    queue_depth: Annotated[
+        int | None, typer.Option(help="Reads in flight, of modes with a queue.", rich_help_panel=_READING)
+    ] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option(help="Least length of a direct read.", rich_help_panel=_READING)
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail instead of falling back.", rich_help_panel=_READING)
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each mode runs.", rich_help_panel=_ROUNDS)] = 5,
+    aa: Annotated[
+        str | None,
+        typer.Option(help="The mode that runs twice a round.  [default: the last one]", rich_help_panel=_ROUNDS),
+    ] = None,
+    limit_reads: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Reads of a limit arm.  [default: {DEFAULT_LIMIT_READS}]", rich_help_panel=_ROUNDS),
+    ] = None,
+    min_iops: Annotated[
+        float | None,
+        typer.Option(min=1, help="Repeat rounds in which the device gives fewer reads/s.", rich_help_panel=_ROUNDS),
+    ] = None,
+    max_repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help=f"Repeats of all rounds together.  [default: {Rules(1).max_repeats}]", rich_help_panel=_ROUNDS
+        ),
+    ] = None,
+    pause: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help=f"Seconds before a round below --min-iops is repeated.  [default: {Rules(1).pause_s:.0f}]",
+            rich_help_panel=_ROUNDS,
+        ),
+    ] = None,
+) -> None:
+    """Compare lazy modes on one table, in turns, beside the device's own limit."""
+    request = Request(**locals())
+    request.check()
+    if plot is not None:
+        require_matplotlib()
+    console = Console()
+    outcome = execute(request, console)
+    show(outcome, console)
+    if json is not None:
+        json.write_text(json_format.dumps(outcome.as_json(), indent=1) + "\n")
+        console.print(f"Results: {json}", highlight=False, markup=False)
+    if plot is not None:
+        draw(outcome, plot)
+        console.print(f"Picture: {plot}", highlight=False, markup=False)

@@ -1,0 +1,138 @@
+"""Rounds: every arm once, one arm twice, the device's limit before, between and after them.
+
+A disk is not the same disk a minute later. So arms take turns within a round, each is judged by the two limit arms next
+to it, and a round in which those disagree, or in which the device gives less than was asked for, is run again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lazyio.bench.runs import Arm, LimitArm, Run
+from lazyio.bench.summary import SectionSummary, summarise
+from lazyio.bench.watch import Watch
+
+#: Limit arms next to each other that differ by more than this factor make a round unsteady.
+STEADY_WITHIN = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One arm's place in a round. `again` marks the second run of the arm that shows the noise."""
+
+    arm: Arm
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How many rounds, and which of them count."""
+
+    rounds: int
+    max_repeats: int = 5  # over all rounds together
+    min_iops: float = 0.0  # rounds in which a limit arm gives fewer reads a second do not count
+    pause_s: float = 60.0  # before a round that fell short of min_iops is run again
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A round that was run again, and why."""
+
+    round: int
+    reason: str
+
+
+def order(arms: Sequence[Arm], twice: Arm, number: int) -> list[Turn]:
+    """The turns of round `number`, counted from 0: reversed in every other round.
+
+    The second run of `twice` stands at the end of the round that is farther from the first, so that the noise it shows
+    has the drift of a whole round in it.
+    """
+    turns = [Turn(arm) for arm in arms]
+    again = Turn(twice, again=True)
+    turns = [again, *turns] if arms.index(twice) >= len(arms) / 2 else [*turns, again]
+    return turns[::-1] if number % 2 else turns
+
+
+class Section:
+    """All rounds at one temperature, and what came of them."""
+
+    def __init__(
+        self,
+        temperature: str,
+        arms: Sequence[Arm],
+        twice: Arm,
+        rules: Rules,
+        measure: Callable[[Arm], Run],
+        measure_limit: Callable[[int], LimitArm] | None,
+    ) -> None:
+        self.temperature, self.arms, self.twice, self.rules = temperature, arms, twice, rules
+        self.runs: list[Run] = []
+        self.limits: list[LimitArm] = []
+        self.repeats: list[Repeat] = []
+        self._measure, self._measure_limit = measure, measure_limit
+
+    def execute(self, watch: Watch) -> None:
+        """Run all rounds, repeating those that do not count while repeats are left."""
+        for number in range(self.rules.rounds):
+            while (reason := self._attempt(number, watch)) is not None:
+                self.repeats.append(Repeat(number, reason))
+                watch.step_back(f"round {number + 1} is run again: {reason}")
+                if self.limits[-1].reads_per_s < self.rules.min_iops:
+                    time.sleep(self.rules.pause_s)
+
+    def summary(self) -> SectionSummary:
+        """Sum up what was run."""
+        return summarise(self.temperature, self.runs, [arm.label for arm in self.arms], self.twice.label)
+
+    def _attempt(self, number: int, watch: Watch) -> str | None:
+        """Run one round; the reason why it must be run again, or None when it stands.
+
+        A round that will be run again is broken off at once: what it would still read is taken from the next one.
+        """
+        where = f"{self.temperature}, round {number + 1} of {self.rules.rounds}"
+        may_repeat = len(self.repeats) < self.rules.max_repeats
+        runs: list[Run] = []
+        fault: str | None = None
+        watch.mark()
+        before = self._limit(where, watch)
+        for turn in order(self.arms, self.twice, number):
+            watch.begin(f"{where}: {turn.arm.label}")
+            run = self._measure(turn.arm)
+            run.round, run.again = number, turn.again
+            runs.append(run)
+            after = self._limit(where, watch)
+            if before is not None and after is not None:
+                run.compare(before, after)
+                fault = fault or self._fault(before, after)
+            watch.done(f"{where}: {_said(run)}")
+            before = after
+            if fault and may_repeat:
+                break
+        for run in runs:
+            run.counted = fault is None
+        self.runs += runs
+        return fault if may_repeat else None
+
+    def _limit(self, where: str, watch: Watch) -> LimitArm | None:
+        if self._measure_limit is None:
+            return None
+        watch.begin(f"{where}: device limit")
+        self.limits.append(self._measure_limit(len(self.limits)))
+        return self.limits[-1]
+
+    def _fault(self, before: LimitArm, after: LimitArm) -> str | None:
+        slow, fast = sorted((before.reads_per_s, after.reads_per_s))
+        if slow < self.rules.min_iops:
+            return f"slow device: {slow:,.0f} reads/s, and at least {self.rules.min_iops:,.0f} are asked for"
+        if fast > STEADY_WITHIN * slow:
+            return f"unsteady device: {slow:,.0f} and {fast:,.0f} reads/s on the two sides of one arm"
+        return None
+
+
+def _said(run: Run) -> str:
+    ratio = "" if run.ratio_to_device_limit is None else f", {run.ratio_to_device_limit:.2f} of the device limit"
+    again = " (again)" if run.again else ""
+    return f"{run.arm}{again} {run.rows_per_s:,.0f} rows/s{ratio}"

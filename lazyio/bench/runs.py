@@ -1,0 +1,89 @@
+"""What is measured: an arm, a run of it, and a run of the device's limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One mode with the settings it is opened with."""
+
+    label: str  # the mode, and the number of workers where several are compared
+    mode: str
+    settings: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of open_table
+
+
+@dataclass(frozen=True, slots=True)
+class LimitArm:
+    """One run of the device's limit: the workload's own windows, shuffled, read without taking rows out."""
+
+    reads_per_s: float
+    reads: int
+    bytes_read: int
+    wall_s: float
+    service_us_mean: float
+    resident_pages_before: int
+    p50_us: float | None = None  # of one step, when decode is measured
+    p99_us: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, with the names of this class as keys."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of one arm. docs/bench.md says what each number means; these names are the keys of the JSON form."""
+
+    mode: str
+    arm: str
+    backend_used: str
+    fallback_reason: str | None
+    direct_io: bool
+    temperature: str  # cold | warm | preloaded | resident
+    section: str  # cold | warm | preloaded: what the other arms of its rounds were
+    workers: int
+    queue_depth: int
+    block_bytes: int
+    rows: int
+    unique_rows: int
+    windows: int
+    reads: int
+    bytes_read: int
+    device_read_bytes: int | None
+    syscr: int | None
+    wall_s: float
+    user_s: float
+    system_s: float
+    major_faults: int
+    service_us_mean: float | None
+    effective_concurrency: float | None
+    service_source: str | None  # fetcher | device
+    resident_pages_before: int
+    rows_per_s: float
+    reads_per_s: float
+    p50_us: float | None = None
+    p99_us: float | None = None
+    round: int = 0
+    again: bool = False
+    counted: bool = True
+    limit_before: float | None = None  # reads/s
+    limit_after: float | None = None
+    ratio_to_device_limit: float | None = None
+    p50_over_limit: float | None = None
+
+    def compare(self, before: LimitArm, after: LimitArm) -> None:
+        """Set what this run is beside the two limit arms next to it. A table in memory reads nothing to compare."""
+        self.limit_before, self.limit_after = before.reads_per_s, after.reads_per_s
+        if self.temperature == "resident":
+            return
+        self.ratio_to_device_limit = self.reads_per_s / ((before.reads_per_s + after.reads_per_s) / 2)
+        if self.p50_us is not None and before.p50_us is not None and after.p50_us is not None:
+            self.p50_over_limit = self.p50_us / ((before.p50_us + after.p50_us) / 2)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, with the names of this class as keys."""
+        return asdict(self)
