@@ -81,6 +81,8 @@ class LazyTable:
         self._staging = Staging(budget_bytes)
         self._share_bytes = budget_bytes // _SHARE
         self._piece_rows = max(1, self._share_bytes // (2 * spec.row_bytes + _INDEX_BYTES_PER_ROW))
+        # A window holds at least a row, and at most two blocks more.
+        self._few_ids = min(_FEW_IDS, self._share_bytes // (spec.row_bytes + 2 * self._fetcher.alignment.offset))
         self._gate = _Gate()
         self._mapped = self._map(options)
         self._take = self._way_to_take()
@@ -127,7 +129,7 @@ class LazyTable:
         self._validate(asked)
         result = self._result(asked.shape, out)
         with _Gather(self._gate, asked.size) as stats:
-            if asked.size <= _FEW_IDS and self._take is None:
+            if asked.size <= self._few_ids and self._take is None:
                 self._gather_few(asked.reshape(-1).tolist(), result, stats)
                 return result
             rows = result.reshape(asked.size, self.row_bytes)

@@ -232,6 +232,19 @@ def test_a_gather_of_any_length_keeps_to_the_budget(tmp_path: Path, arguments: d
             assert 0 < table._staging.held_bytes() <= MIB
 
 
+@pytest.mark.parametrize("count", [16, 64, 65])
+def test_a_few_long_rows_keep_to_the_budget_too(
+    tmp_path: Path, open_double: Callable[..., LazyTable], count: int
+) -> None:
+    content = write_rows(tmp_path, 100_000, [("long", 55, 80)]).content
+    ids = RANDOM.choice(80, count, replace=False)
+    with open_double(raw_table(tmp_path / "long", row_bytes=100_000, offset=55), budget_bytes=MIB) as table:
+        np.testing.assert_array_equal(table.gather(ids), content[ids])
+        rows, inverse = table.gather_unique(ids)
+        np.testing.assert_array_equal(rows[inverse], content[ids])
+        assert 0 < table._staging.held_bytes() <= MIB
+
+
 def test_a_row_that_the_budget_can_not_hold_is_refused_with_the_setting(
     tmp_path: Path, open_double: Callable[..., LazyTable]
 ) -> None:
