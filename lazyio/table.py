@@ -126,11 +126,15 @@ class LazyTable:
         ReadError for a failed or short read, or a file that changed after it was opened.
         """
         asked = _integers(ids)
-        self._validate(asked)
+        few = asked.reshape(-1).tolist() if self._take is None and asked.size <= self._few_ids else []
+        if few:
+            self._refuse_outside(min(few), max(few))
+        else:
+            self._validate(asked)
         result = self._result(asked.shape, out)
         with _Gather(self._gate, asked.size) as stats:
-            if asked.size <= self._few_ids and self._take is None:
-                self._gather_few(asked.reshape(-1).tolist(), result, stats)
+            if few:
+                self._gather_few(few, result, stats)
                 return result
             rows = result.reshape(asked.size, self.row_bytes)
             if self._take is not None:
@@ -197,9 +201,11 @@ class LazyTable:
             return
         if asked.dtype == np.int64 and asked.view(np.uint64).max() < self.n_rows:
             return  # the common case in one pass: negative ids are huge ones here
-        low, high = asked.min(), asked.max()
+        self._refuse_outside(int(asked.min()), int(asked.max()))
+
+    def _refuse_outside(self, low: int, high: int) -> None:
         if low < 0 or high >= self.n_rows:
-            wrong = int(low if low < 0 else high)
+            wrong = low if low < 0 else high
             raise RowIndexError(
                 f"row {wrong} is outside the table {self.spec.tensor}, which has rows 0 to {self.n_rows - 1}"
             )
@@ -250,17 +256,16 @@ class LazyTable:
 
     def _gather_few(self, ids: list[int], result: Bytes, stats: TableStats) -> None:
         """Gather the rows of a decode step: nothing per call that would show beside one read."""
-        if not ids:
-            return
-        reads, positions = self._geometry.plan_few(ids, self._fetcher.alignment)
+        reads, position = self._geometry.plan_few(ids, self._fetcher.alignment)
         self._check_files(reads)
-        stats.unique_rows = len(set(ids))
-        row_bytes = self.row_bytes
+        stats.unique_rows = len(position)
+        row_bytes, start = self.row_bytes, 0
         with self._staging.lease(reads.buffer_bytes) as buffer:
             stats.add(self._fetcher.read(reads, buffer))
             source, target = buffer.data, result.data.cast("B")
-            for start, position in zip(range(0, len(target), row_bytes), positions, strict=True):
-                target[start : start + row_bytes] = source[position : position + row_bytes]
+            for row in ids:
+                target[start : start + row_bytes] = source[position[row] : position[row] + row_bytes]
+                start += row_bytes
 
     def _gather_once(self, ids: Int64, rows: Bytes, stats: TableStats) -> None:
         if not len(ids):

@@ -129,31 +129,37 @@ class Geometry:
         file = np.zeros(len(length), np.int32) if of_window is None else self._file[of_window]
         return RowPlan(ReadPlan(file, window_start, length, needed, dest[:-1], int(dest[-1])), position, first_row)
 
-    def plan_few(self, ids: Sequence[int], alignment: Alignment) -> tuple[ReadPlan, list[int]]:
+    def plan_few(self, ids: Sequence[int], alignment: Alignment) -> tuple[ReadPlan, dict[int, int]]:
         """Plan the reads of a handful of rows, in any order and with duplicates; also return the position of each.
 
         In plain integers: for so few rows, numpy's cost of a call is more than that of the work.
         """
         up, mask, row_bytes = alignment.offset - 1, -alignment.offset, self.row_bytes
         firsts, shifts = self._firsts, self._shifts
-        windows: list[tuple[int, int, int, int, int]] = []  # file, offset, length, needed, dest
+        file: list[int] = []
+        offset: list[int] = []
+        length: list[int] = []
+        needed: list[int] = []
+        dest: list[int] = []
         position: dict[int, int] = {}
-        extent, head, stop, dest = -1, 0, -1, 0
+        extent, head, stop, filled = -1, 0, -1, 0
         for row in sorted(set(ids)):
             before, extent = extent, bisect_right(firsts, row) - 1
-            offset = row * row_bytes + shifts[extent]
-            end = offset + row_bytes
-            start = offset & mask
-            if start <= stop and extent == before and stop - head < MAX_WINDOW_BYTES:
-                dest = windows.pop()[4]
-            else:
+            at = row * row_bytes + shifts[extent]
+            start, end = at & mask, at + row_bytes
+            if start > stop or extent != before or stop - head >= MAX_WINDOW_BYTES:
                 head = start
+                file.append(self._files[extent])
+                offset.append(head)
+                length.append(0)
+                needed.append(0)
+                dest.append(filled)
             stop = (end + up) & mask
-            windows.append((self._files[extent], head, stop - head, end - head, dest))
-            position[row] = dest + offset - head
-            dest += stop - head
-        file, offsets, length, needed, dests = np.array(windows, np.int64).T
-        return ReadPlan(file.astype(np.int32), offsets, length, needed, dests, dest), [position[row] for row in ids]
+            length[-1], needed[-1] = stop - head, end - head
+            filled = dest[-1] + stop - head
+            position[row] = dest[-1] + at - head
+        columns = np.array([*offset, *length, *needed, *dest], np.int64).reshape(4, len(offset))
+        return ReadPlan(np.array(file, np.int32), columns[0], columns[1], columns[2], columns[3], filled), position
 
     def _heads(
         self, extent: Int64 | None, start: Int64, stop: Int64

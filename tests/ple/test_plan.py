@@ -219,7 +219,7 @@ def test_a_long_request_is_looked_at_about_twice_a_range(limit: int) -> None:
 def test_a_plan_of_few_rows_in_any_order(table: Table, random: Random) -> None:
     asked = [int(random.choice(table.ids)) for _ in range(20)]
     geometry = Geometry(table.extents, table.row_bytes, table.files)
-    reads, positions = geometry.plan_few(asked, Alignment(table.block, table.block))
+    reads, position = geometry.plan_few(asked, Alignment(table.block, table.block))
     wanted = geometry.plan(np.unique(asked), Alignment(table.block, table.block))
     if len(wanted.reads) == len(reads):  # a run beyond the longest window is cut at other rows
         for name in ("file", "offset", "length", "needed", "dest"):
@@ -228,8 +228,9 @@ def test_a_plan_of_few_rows_in_any_order(table: Table, random: Random) -> None:
     np.testing.assert_array_equal(reads.dest[1:], (reads.dest + reads.length)[:-1])
     assert not (reads.offset % table.block).any()
     assert not (reads.length % table.block).any()
-    for row, position in zip(asked, positions, strict=True):
-        window = int(np.searchsorted(reads.dest, position, side="right")) - 1
-        into = position - int(reads.dest[window])
+    assert position.keys() == set(asked)
+    for row, place in position.items():
+        window = int(np.searchsorted(reads.dest, place, side="right")) - 1
+        into = place - int(reads.dest[window])
         assert (int(reads.file[window]), int(reads.offset[window]) + into) == table.place(row)
         assert into + table.row_bytes <= reads.needed[window] <= reads.length[window]
