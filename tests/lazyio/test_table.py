@@ -220,7 +220,12 @@ def test_a_gather_of_any_length_keeps_to_the_budget(tmp_path: Path, arguments: d
     content = write_rows(tmp_path, 90, [("long", 55, 30_000)]).content
     spec = raw_table(tmp_path / "long", row_bytes=90, offset=55)
     with open_table(spec, budget="1MiB", direct_io=direct_io, **arguments) as table:
-        for ids in (RANDOM.integers(0, 30_000, 40_000), np.arange(30_000), np.arange(1000).repeat(30)):
+        for ids in (
+            RANDOM.integers(0, 30_000, 40_000),
+            np.arange(30_000),
+            np.arange(1000).repeat(30),
+            np.arange(0, 30_000, 13),
+        ):
             before = table.stats()
             np.testing.assert_array_equal(table.gather(ids), content[ids])
             rows, inverse = table.gather_unique(ids)
@@ -305,6 +310,16 @@ def test_after_closing_nothing_is_gathered(open_way: OpenWay, spec: TableSpec) -
         with pytest.raises(TableError, match="the table is closed"):
             gather([1])
     assert table.stats().gathers == 1
+
+
+def test_closing_frees_everything(open_way: OpenWay, spec: TableSpec, tmp_path: Path) -> None:
+    open_way(spec).close()
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with open_way(spec) as table:
+        table.gather(np.arange(4201))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() == threads
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_closing_waits_for_gathers_under_way(double: LazyTable, made: MadeTable) -> None:
