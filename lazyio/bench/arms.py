@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from lazyio.bench.gauge import Counters, Gauge
 from lazyio.bench.residency import resident_pages
 from lazyio.bench.runs import Arm, Run
 from lazyio.bench.workload import Workload
+from lazyio.fetchers.base import Bytes, Int64
 from lazyio.modes import Backend
 from lazyio.ple.spec import TableSpec
 from lazyio.table import LazyTable, TableStats, open_table
@@ -60,8 +62,16 @@ class Course:
                 table.gather_unique(ids)
 
     def _timed(self, arm: Arm, section: str, table: LazyTable, resident: int) -> Run:
-        gauge, before = Gauge(self.spec.extents[0].path), table.stats()
-        latencies: list[float] = []
+        before = table.stats()
+        latencies, counted = self.time(arm.label, table.gather)
+        return self._run(arm, section, table.backend, counted, latencies, table.stats() - before, resident)
+
+    def time(self, label: str, gather: Callable[[Int64, Bytes], object]) -> tuple[list[float], Counters]:
+        """Gather all ubatches; the seconds that each took, and what was counted meanwhile.
+
+        Every byte is checked, while the clock stands. Raises RunsDifferError.
+        """
+        gauge, latencies = Gauge(self.spec.extents[0].path), list[float]()
         for group in self.workload.groups(self.spec.row_bytes, _OUTPUT_BYTES):
             ubatches = self.workload.ubatches[group]
             # Filled beforehand, so that no page faults while the clock runs.
@@ -69,12 +79,12 @@ class Course:
             gauge.start()
             for ids, out in zip(ubatches, outputs, strict=True):
                 start = time.perf_counter()
-                table.gather(ids, out)
+                gather(ids, out)
                 latencies.append(time.perf_counter() - start)
             gauge.stop()
             for number, out in enumerate(outputs, group.start):
-                self.verifier.check(arm.label, number, out)
-        return self._run(arm, section, table.backend, gauge.total, latencies, table.stats() - before, resident)
+                self.verifier.check(label, number, out)
+        return latencies, gauge.total
 
     def _run(
         self,
@@ -116,6 +126,7 @@ class Course:
             service_source=service.source if service else None,
             resident_pages_before=resident,
             rows_per_s=self.workload.rows / wall,
+            rows_per_cpu_s=counted.per_cpu_s(self.workload.rows),
             reads_per_s=self.windows / wall,
             p50_us=p50,
             p99_us=p99,
@@ -133,6 +144,7 @@ def _service(stats: TableStats, counted: Counters) -> _Service | None:
     """Time that reads took in all: as the fetcher saw it, else as the disk did, other processes' reads included."""
     if stats.service_s > 0 and stats.reads:
         return _Service(stats.service_s, stats.reads, "fetcher")
-    if counted.disk_reads and counted.disk_read_s is not None:
+    # What the disk did while this process read nothing of it was done for others.
+    if counted.device_read_bytes != 0 and counted.disk_reads and counted.disk_read_s is not None:
         return _Service(counted.disk_read_s, counted.disk_reads, "device")
     return None

@@ -17,7 +17,7 @@ from lazyio.bench.options import (
     Request,
 )
 from lazyio.bench.plot import draw, require_matplotlib
-from lazyio.bench.report import show
+from lazyio.bench.report import WIDTH, show
 from lazyio.bench.rounds import Rules
 from lazyio.bench.session import execute
 from lazyio.bench.workload import DEFAULT_TOKENS
@@ -117,6 +117,8 @@ def bench(
     if plot is not None:
         require_matplotlib()
     console = Console()
+    if not console.is_terminal:
+        console.width = max(WIDTH, console.width)
     outcome = execute(request, console)
     show(outcome, console)
     if json is not None:

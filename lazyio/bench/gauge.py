@@ -29,6 +29,11 @@ class Counters:
     def __add__(self, other: Counters) -> Counters:
         return self._each(other, lambda one, another: one + another)
 
+    def per_cpu_s(self, count: int) -> float | None:
+        """`count` over the CPU seconds of all threads, user and system; None if none were seen."""
+        spent = self.user_s + self.system_s
+        return count / spent if spent > 0 else None
+
     def _each(self, other: Counters, combine: Callable[[Any, Any], Any]) -> Counters:
         pairs = [(getattr(self, name), getattr(other, name)) for name in self.__slots__]
         values: list[Any] = [None if None in pair else combine(*pair) for pair in pairs]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import mmap
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from lazyio.bench.cold import make_cold
-from lazyio.bench.runs import LimitArm
+from lazyio.bench.runs import LimitArm, Mark, Run
 from lazyio.bench.workload import Workload
 from lazyio.errors import Unsupported
 from lazyio.fetchers.base import Bytes, Fetcher, FetcherOptions, Int64, ReadPlan
@@ -54,12 +54,15 @@ class DeviceLimit:
     `fallback_reason` says so.
     """
 
+    name, unit = "device limit", "reads/s"
+
     def __init__(
         self, spec: TableSpec, workload: Workload, *, block_bytes: int, reads: int, seed: int, strict: bool
     ) -> None:
         self._spec, self._block_bytes, self._seed = spec, block_bytes, seed
         self.queue_depth = DECODE_DEPTH
         self.depth_trials: dict[int, float] = {}
+        self.arms: list[LimitArm] = []
         self.fallback_reason: str | None = None
         with self._open(self.queue_depth) as fetcher:
             self.backend, self.direct_io, self.block_bytes = fetcher.name, fetcher.direct_io, fetcher.alignment.offset
@@ -90,16 +93,36 @@ class DeviceLimit:
         self.depth_trials = {depth: statistics.median(found) for depth, found in rates.items()}
         self.queue_depth = max(self.depth_trials, key=self.depth_trials.__getitem__)
 
-    def run(self, number: int) -> LimitArm:
-        """Measure once, strict-cold; `number` makes the shuffle another one each time."""
+    def run(self) -> Mark:
+        """Measure once more, strict-cold, in another order each time."""
+        number = len(self.arms)
         if self._steps is not None:
-            return self._stepwise(number)
-        return self._shuffled(self.queue_depth, self._choose(("arm", number), self._reads))
+            arm = self._stepwise(number)
+        else:
+            arm = self._shuffled(self.queue_depth, self._choose(("arm", number), self._reads))
+        self.arms.append(arm)
+        return Mark(arm.reads_per_s, arm.p50_us)
 
-    def as_json(self, arms: list[LimitArm]) -> dict[str, Any]:
-        """What the report says of it. `iops` is the median over the arms."""
+    def compare(self, run: Run, before: Mark, after: Mark) -> None:
+        """Set the ratios of `run` to the limit. A table in memory reads nothing that could be compared."""
+        run.limit_before, run.limit_after = before.rate, after.rate
+        if run.temperature == "resident":
+            return
+        run.ratio_to_device_limit = run.reads_per_s / ((before.rate + after.rate) / 2)
+        if run.p50_us is not None and before.p50_us is not None and after.p50_us is not None:
+            run.p50_over_limit = run.p50_us / ((before.p50_us + after.p50_us) / 2)
+
+    @property
+    def iops(self) -> float:
+        """Reads a second, the median over all runs."""
+        return statistics.median(arm.reads_per_s for arm in self.arms)
+
+    def as_json(self) -> dict[str, Any] | None:
+        """What the report says of it; None if it was never measured."""
+        if not self.arms:
+            return None
         return {
-            "iops": statistics.median(arm.reads_per_s for arm in arms) if arms else None,
+            "iops": self.iops,
             "block_bytes": self.block_bytes,
             "queue_depth": self.queue_depth if self.backend == "uring" else None,
             "backend": self.backend,
@@ -108,8 +131,8 @@ class DeviceLimit:
             "fallback_reason": self.fallback_reason,
             "reads_per_arm": self._reads if self._steps is None else self.windows,
             "depth_trials": {str(depth): rate for depth, rate in self.depth_trials.items()},
-            "p50_us": statistics.median(known) if (known := [arm.p50_us for arm in arms if arm.p50_us]) else None,
-            "arms": [arm.as_json() for arm in arms],
+            "p50_us": statistics.median(known) if (known := [arm.p50_us for arm in self.arms if arm.p50_us]) else None,
+            "arms": [asdict(arm) for arm in self.arms],
         }
 
     def _open(self, depth: int) -> Fetcher:

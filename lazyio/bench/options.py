@@ -28,6 +28,7 @@ _EXCLUDE = (
     ("--trace", "--ubatch", "a trace is cut already"),
     ("--decode", "--tokens", "decoding goes in steps of one token: use --steps"),
     ("--decode", "--ubatch", "decoding goes in steps of one token"),
+    ("--preload", "--cold", "a cold table has none of its rows in memory"),
     ("--preload", "--warm", "a warm table has all of its rows in memory"),
 )
 _NEED = (
@@ -36,7 +37,7 @@ _NEED = (
     ("--tensor", "PATH"),
 )
 # The device's limit is measured in cold rounds alone.
-_OF_THE_LIMIT = ("--min-iops", "--max-repeats", "--limit-reads")
+_OF_THE_LIMIT = ("--min-iops", "--limit-reads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class Request:
             raise SettingError(
                 f"{ignored[0]} has no effect without --cold: the device's limit is measured in cold rounds only"
             )
+        if self.preload and self.max_repeats is not None:
+            raise SettingError("--max-repeats has no effect with --preload: preloaded rounds stand as they are")
         if self.preload not in (None, "hot-set"):
             raise SettingError(f"--preload is {self.preload!r}; it can be hot-set")
         if self.preload and self.direct_io == "on":

@@ -13,6 +13,7 @@ from lazyio import host
 from lazyio.bench.limit import DeviceLimit
 from lazyio.bench.residency import PAGE_BYTES
 from lazyio.bench.rounds import STEADY_WITHIN, Section
+from lazyio.bench.take import TakeBaseline
 from lazyio.bench.workload import Workload
 from lazyio.ple.spec import TableSpec
 from lazyio.version import __version__
@@ -25,22 +26,18 @@ class Outcome:
     spec: TableSpec
     workload: Workload
     limit: DeviceLimit
+    take: TakeBaseline
     sections: Sequence[Section]
     proved_pages: int
 
-    @property
-    def limit_was_measured(self) -> bool:
-        """Whether there were cold rounds."""
-        return any(section.limits for section in self.sections)
-
     def as_json(self) -> dict[str, Any]:
         """The form that docs/bench.md describes."""
-        limits = [limit for section in self.sections for limit in section.limits]
         return {
             "lazyio_version": __version__,
             "table": self._table(),
             "workload": {**self.workload.as_json(), "windows": self.limit.windows},
-            "device_limit": self.limit.as_json(limits) if limits else None,
+            "device_limit": self.limit.as_json(),
+            "take_limit": self.take.as_json(),
             "runs": [run.as_json() for section in self.sections for run in section.runs],
             "summary": {section.temperature: asdict(section.summary()) for section in self.sections},
             "method": self._method(),
@@ -80,6 +77,7 @@ class Outcome:
             "cold_proof": self.cold_proof(),
             "reads_per_s": "windows of the workload a second: ubatches deduplicated and merged, the same for all modes",
             "ratio_to_device_limit": "reads_per_s over the mean of the two limit arms next to the run",
+            "ratio_to_take": "rows_per_s over the mean of the two np.take arms next to the run",
             "bytes": "equal in all runs, and a sample of rows equal to plain reads of the file",
             "kernel": host.kernel_release(),
             "cpus": os.cpu_count(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lazyio.bench.outcome import Outcome
 from lazyio.bench.rounds import Section
@@ -66,9 +66,9 @@ def _points(section: Section, label: str, counted: bool) -> list[Run]:
 
 
 def _limit_line(axes: Axes, outcome: Outcome, section: Section) -> None:
-    if not section.limits:
+    limit = outcome.limit.as_json()
+    if section.temperature != "cold" or limit is None:
         return
-    limit: dict[str, Any] = outcome.limit.as_json(section.limits)
     # The limit counts windows; as many rows come with them as the workload has rows a window.
     rows_a_window = outcome.workload.rows / outcome.limit.windows
     height = limit["p50_us"] if outcome.workload.decode else limit["iops"] * rows_a_window

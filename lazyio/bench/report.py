@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lazyio.bench.outcome import Outcome
 from lazyio.bench.rounds import Section
 from lazyio.bench.summary import ArmSummary, Paired, SectionSummary, Spread
 from lazyio.units import format_bytes
+
+# What a line of the tables takes; files and pipes have no width of their own.
+WIDTH = 120
 
 
 def show(outcome: Outcome, console: Console) -> None:
@@ -18,59 +23,78 @@ def show(outcome: Outcome, console: Console) -> None:
     for section in outcome.sections:
         console.print(_table(outcome, section.summary()))
     for line in (*_method(outcome), *_fallbacks(outcome)):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(outcome: Outcome, summary: SectionSummary) -> Table:
-    first = summary.arms[0].arm
-    table = Table(title=f"{summary.temperature}: median [lowest, highest] of {_rounds(summary)}", title_justify="left")
+    title = Text(f"{summary.temperature}: median [lowest, highest] of {_rounds(summary)}")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = _columns(summary, outcome.workload.decode)
     table.add_column("mode", no_wrap=True)
-    table.add_column("read by")
-    columns = ["rows/s", f"times {first}", f"slower than {first}", "user us/row"]
-    if summary.temperature == "cold":
-        columns.insert(1, "of the device limit")
-    if outcome.workload.decode:
-        columns += ["p50 us", "p99 us"]
-        if summary.temperature == "cold":
-            columns.append("p50 / limit's")
+    table.add_column("read by", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right")
     for arm in summary.arms:
-        cells = _cells(arm, first)
-        table.add_row(arm.arm, _reader(arm), *(cells[name] for name in columns))
+        table.add_row(arm.arm, _reader(arm), *(Text(cell(arm)) for cell in columns.values()))
     return table
 
 
-def _cells(arm: ArmSummary, first: str) -> dict[str, str]:
-    over = arm.speedup_over.get(first)
-    return {
-        "rows/s": _spread(arm.rows_per_s, ",.0f"),
-        "of the device limit": _spread(arm.ratio_to_device_limit, ".2f"),
-        f"times {first}": _paired(over),
-        f"slower than {first}": f"{over.slower} of {over.rounds}" if over else "",
-        "user us/row": f"{arm.user_us_per_row.median:.2f}" if arm.user_us_per_row else "",
-        "p50 us": _spread(arm.p50_us, ",.0f"),
-        "p99 us": _spread(arm.p99_us, ",.0f"),
-        "p50 / limit's": _spread(arm.p50_over_limit, ".2f"),
-    }
+def _columns(summary: SectionSummary, decode: bool) -> dict[str, Callable[[ArmSummary], str]]:
+    """What to print of each arm, by the heading of the column."""
+    first, cold = summary.arms[0].arm, summary.temperature == "cold"
+    columns: dict[str, Callable[[ArmSummary], str]] = {}
+    if decode:
+        columns["p50, us"] = lambda arm: _spread(arm.p50_us, _short)
+        columns["p99, us"] = lambda arm: _median(arm.p99_us, _short)
+    else:
+        columns["rows/s"] = lambda arm: _spread(arm.rows_per_s, _short)
+    if cold and decode:
+        columns["p50 of the device limit's"] = lambda arm: _spread(arm.p50_over_limit, _ratio)
+    elif cold:
+        columns["of the device limit"] = lambda arm: _spread(arm.ratio_to_device_limit, _ratio)
+    elif summary.temperature == "warm":
+        columns["of np.take"] = lambda arm: _spread(arm.ratio_to_take, _ratio)
+    columns[f"times {first}"] = lambda arm: _paired(arm.speedup_over.get(first))
+    columns["rounds slower"] = lambda arm: _slower(arm.speedup_over.get(first))
+    if cold:
+        columns["user us/row"] = lambda arm: _median(arm.user_us_per_row, _ratio)
+    else:
+        columns["rows/CPU s"] = lambda arm: _median(arm.rows_per_cpu_s, _short)
+    return columns
 
 
 def _reader(arm: ArmSummary) -> str:
-    how = "" if arm.backend_used in ("mmap", "resident") else ", direct" if arm.direct_io else ", buffered"
-    return f"{arm.backend_used}{how}{' (fell back)' if arm.fallback_reason else ''}"
+    how = "" if arm.backend_used in ("mmap", "resident") else " direct" if arm.direct_io else " buffered"
+    return f"{arm.backend_used}{how}{' *' if arm.fallback_reason else ''}"
 
 
-def _spread(spread: Spread | None, form: str) -> str:
-    if spread is None:
-        return "-"
-    return f"{spread.median:{form}} [{spread.low:{form}}, {spread.high:{form}}]"
+def _spread(spread: Spread | None, form: Callable[[float], str]) -> str:
+    return "-" if spread is None else f"{form(spread.median)} [{form(spread.low)}, {form(spread.high)}]"
+
+
+def _median(spread: Spread | None, form: Callable[[float], str]) -> str:
+    return "-" if spread is None else form(spread.median)
 
 
 def _paired(paired: Paired | None) -> str:
-    if paired is None:
-        return "1"
-    error = "" if paired.two_se is None else f" ±{paired.two_se:.2f}"
-    return f"{paired.median:.2f} [{paired.low:.2f}, {paired.high:.2f}], mean {paired.mean:.2f}{error}"
+    return "1" if paired is None else f"{_ratio(paired.median)} [{_ratio(paired.low)}, {_ratio(paired.high)}]"
+
+
+def _slower(paired: Paired | None) -> str:
+    return "" if paired is None else f"{paired.slower} of {paired.rounds}"
+
+
+def _ratio(value: float) -> str:
+    """Two decimals, and as many as show two digits of a small number."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def _short(value: float) -> str:
+    """Four digits at least, then thousands and millions."""
+    for unit, name in ((1e6, "M"), (1e3, "k")):
+        if value >= 10 * unit:
+            return f"{value / unit:.1f}{name}"
+    return f"{value:,.0f}"
 
 
 def _rounds(summary: SectionSummary) -> str:
@@ -89,36 +113,49 @@ def _method(outcome: Outcome) -> Iterator[str]:
     yield f"Rows: {workload.rows:,} in {cut}, {workload.unique_rows:,} after dedup; {workload.source}."
     if proof := outcome.cold_proof():
         yield f"Cold: {proof}."
-    if outcome.limit_was_measured:
-        yield _limit(outcome)
+    yield from _limit(outcome)
+    yield from _take(outcome)
     for section in outcome.sections:
         yield from _noise(section)
     yield "Bytes: equal in all runs, and a sample of rows equal to plain reads of the file."
 
 
-def _limit(outcome: Outcome) -> str:
-    measured = outcome.limit.as_json([limit for section in outcome.sections for limit in section.limits])
-    depth = f"queue depth {measured['queue_depth']}" if measured["queue_depth"] else f"{measured['workers']} at once"
-    fallback = f"; {measured['fallback_reason']}" if measured["fallback_reason"] else ""
-    return (
-        f"Device limit: {measured['iops']:,.0f} reads/s (median of {len(measured['arms'])} arms of "
-        f"{measured['reads_per_arm']:,} reads; {measured['backend']}, {measured['block_bytes']}-byte blocks, {depth}"
-        f"{'' if measured['direct_io'] else ', buffered'}){fallback}."
-    )
+def _limit(outcome: Outcome) -> Iterator[str]:
+    if measured := outcome.limit.as_json():
+        depth = (
+            f"queue depth {measured['queue_depth']}" if measured["queue_depth"] else f"{measured['workers']} at once"
+        )
+        fallback = f"; {measured['fallback_reason']}" if measured["fallback_reason"] else ""
+        yield (
+            f"Device limit: {measured['iops']:,.0f} reads/s (median of {len(measured['arms'])} arms of "
+            f"{measured['reads_per_arm']:,} reads; {measured['backend']}, {measured['block_bytes']}-byte blocks, "
+            f"{depth}{'' if measured['direct_io'] else ', buffered'}){fallback}."
+        )
+
+
+def _take(outcome: Outcome) -> Iterator[str]:
+    if not outcome.take.possible and any(section.temperature == "warm" for section in outcome.sections):
+        yield f"np.take: not measured, since the rows lie in {len(outcome.spec.extents)} extents and it needs one array."
+    if measured := outcome.take.as_json():
+        yield f"np.take: {measured['rows_per_s']:,.0f} rows/s from a map in memory (median of {len(measured['arms'])})."
 
 
 def _noise(section: Section) -> Iterator[str]:
-    noise, where = section.summary().noise, section.temperature
-    if noise is not None:
-        yield f"Noise ({where}): {section.twice.label} against itself {_paired(noise)}."
+    summary, where = section.summary(), section.temperature
+    first = summary.arms[0].arm
+    for arm in summary.arms:
+        if (over := arm.speedup_over.get(first)) and over.two_se is not None:
+            yield f"{where}: {arm.arm} is {over.mean:.2f} ±{over.two_se:.2f} times {first} (mean, 2 standard errors)."
+    if summary.noise is not None:
+        yield f"{where}: {summary.twice} against itself {_paired(summary.noise)}, the noise of a round."
     if section.repeats:
-        reasons = "; ".join(f"{repeat.round + 1}: {repeat.reason}" for repeat in section.repeats)
-        yield f"Repeated rounds ({where}): {len(section.repeats)} ({reasons})."
+        reasons = "; ".join(f"round {repeat.round + 1}: {repeat.reason}" for repeat in section.repeats)
+        yield f"{where}: repeated rounds: {len(section.repeats)} ({reasons})."
 
 
 def _fallbacks(outcome: Outcome) -> Iterator[str]:
     seen = {
-        f"{arm.arm} fell back: {arm.fallback_reason}."
+        f"* {arm.arm} fell back: {arm.fallback_reason}."
         for section in outcome.sections
         for arm in section.summary().arms
         if arm.fallback_reason

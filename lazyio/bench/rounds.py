@@ -1,7 +1,8 @@
-"""Rounds: every arm once, one arm twice, the device's limit before, between and after them.
+"""Rounds: every arm once, one arm twice, a yardstick before, between and after them.
 
-A disk is not the same disk a minute later. So arms take turns within a round, each is judged by the two limit arms next
-to it, and a round in which those disagree, or in which the device gives less than was asked for, is run again.
+A disk is not the same disk a minute later, nor is a shared processor. So arms take turns within a round, each is judged
+by the two measurements of the yardstick next to it, and a round in which those disagree, or in which the device gives
+less than was asked for, is run again.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lazyio.bench.runs import Arm, LimitArm, Run
+from lazyio.bench.runs import Arm, Mark, Run, Yardstick
 from lazyio.bench.summary import SectionSummary, summarise
 from lazyio.bench.watch import Watch
 
-#: Limit arms next to each other that differ by more than this factor make a round unsteady.
+#: Measurements of a yardstick next to each other that differ by more than this factor make a round unsteady.
 STEADY_WITHIN = 1.3
 
 
@@ -32,7 +33,7 @@ class Rules:
 
     rounds: int
     max_repeats: int = 5  # over all rounds together
-    min_iops: float = 0.0  # rounds in which a limit arm gives fewer reads a second do not count
+    min_iops: float = 0.0  # rounds in which the device gives fewer reads a second do not count
     pause_s: float = 60.0  # before a round that fell short of min_iops is run again
 
 
@@ -66,13 +67,12 @@ class Section:
         twice: Arm,
         rules: Rules,
         measure: Callable[[Arm], Run],
-        measure_limit: Callable[[int], LimitArm] | None,
+        yardstick: Yardstick | None,
     ) -> None:
         self.temperature, self.arms, self.twice, self.rules = temperature, arms, twice, rules
         self.runs: list[Run] = []
-        self.limits: list[LimitArm] = []
         self.repeats: list[Repeat] = []
-        self._measure, self._measure_limit = measure, measure_limit
+        self._measure, self._yardstick = measure, yardstick
 
     def execute(self, watch: Watch) -> None:
         """Run all rounds, repeating those that do not count while repeats are left."""
@@ -80,7 +80,7 @@ class Section:
             while (reason := self._attempt(number, watch)) is not None:
                 self.repeats.append(Repeat(number, reason))
                 watch.step_back(f"round {number + 1} is run again: {reason}")
-                if self.limits[-1].reads_per_s < self.rules.min_iops:
+                if self._slow:
                     time.sleep(self.rules.pause_s)
 
     def summary(self) -> SectionSummary:
@@ -97,16 +97,16 @@ class Section:
         runs: list[Run] = []
         fault: str | None = None
         watch.mark()
-        before = self._limit(where, watch)
+        before = self._mark(where, watch)
         for turn in order(self.arms, self.twice, number):
             watch.begin(f"{where}: {turn.arm.label}")
             run = self._measure(turn.arm)
             run.round, run.again = number, turn.again
             runs.append(run)
-            after = self._limit(where, watch)
-            if before is not None and after is not None:
-                run.compare(before, after)
-                fault = fault or self._fault(before, after)
+            after = self._mark(where, watch)
+            if self._yardstick is not None and before is not None and after is not None:
+                self._yardstick.compare(run, before, after)
+                fault = fault or self._fault(self._yardstick, before, after)
             watch.done(f"{where}: {_said(run)}")
             before = after
             if fault and may_repeat:
@@ -116,23 +116,26 @@ class Section:
         self.runs += runs
         return fault if may_repeat else None
 
-    def _limit(self, where: str, watch: Watch) -> LimitArm | None:
-        if self._measure_limit is None:
+    def _mark(self, where: str, watch: Watch) -> Mark | None:
+        if self._yardstick is None:
             return None
-        watch.begin(f"{where}: device limit")
-        self.limits.append(self._measure_limit(len(self.limits)))
-        return self.limits[-1]
+        watch.begin(f"{where}: {self._yardstick.name}")
+        mark = self._yardstick.run()
+        self._slow = mark.rate < self.rules.min_iops
+        return mark
 
-    def _fault(self, before: LimitArm, after: LimitArm) -> str | None:
-        slow, fast = sorted((before.reads_per_s, after.reads_per_s))
+    def _fault(self, yardstick: Yardstick, before: Mark, after: Mark) -> str | None:
+        slow, fast = sorted((before.rate, after.rate))
         if slow < self.rules.min_iops:
-            return f"slow device: {slow:,.0f} reads/s, and at least {self.rules.min_iops:,.0f} are asked for"
+            return f"slow: {yardstick.name} {slow:,.0f} {yardstick.unit}, at least {self.rules.min_iops:,.0f} are asked"
         if fast > STEADY_WITHIN * slow:
-            return f"unsteady device: {slow:,.0f} and {fast:,.0f} reads/s on the two sides of one arm"
+            return f"unsteady: {yardstick.name} {slow:,.0f} and {fast:,.0f} {yardstick.unit} next to one run"
         return None
 
 
 def _said(run: Run) -> str:
     ratio = "" if run.ratio_to_device_limit is None else f", {run.ratio_to_device_limit:.2f} of the device limit"
+    if run.ratio_to_take is not None:
+        ratio = f", {run.ratio_to_take:.2f} of np.take"
     again = " (again)" if run.again else ""
     return f"{run.arm}{again} {run.rows_per_s:,.0f} rows/s{ratio}"

@@ -1,10 +1,10 @@
-"""What is measured: an arm, a run of it, and a run of the device's limit."""
+"""What is measured: an arm, a run of it, and runs of the yardsticks that it is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,14 @@ class LimitArm:
     p50_us: float | None = None  # of one step, when decode is measured
     p99_us: float | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """All of it, with the names of this class as keys."""
-        return asdict(self)
+
+@dataclass(frozen=True, slots=True)
+class TakeArm:
+    """One run of np.take on rows in memory."""
+
+    rows_per_s: float
+    rows_per_cpu_s: float | None
+    wall_s: float
 
 
 @dataclass(slots=True)
@@ -64,6 +69,7 @@ class Run:
     service_source: str | None  # fetcher | device
     resident_pages_before: int
     rows_per_s: float
+    rows_per_cpu_s: float | None  # None where no CPU time was seen
     reads_per_s: float
     p50_us: float | None = None
     p99_us: float | None = None
@@ -74,16 +80,33 @@ class Run:
     limit_after: float | None = None
     ratio_to_device_limit: float | None = None
     p50_over_limit: float | None = None
-
-    def compare(self, before: LimitArm, after: LimitArm) -> None:
-        """Set what this run is beside the two limit arms next to it. A table in memory reads nothing to compare."""
-        self.limit_before, self.limit_after = before.reads_per_s, after.reads_per_s
-        if self.temperature == "resident":
-            return
-        self.ratio_to_device_limit = self.reads_per_s / ((before.reads_per_s + after.reads_per_s) / 2)
-        if self.p50_us is not None and before.p50_us is not None and after.p50_us is not None:
-            self.p50_over_limit = self.p50_us / ((before.p50_us + after.p50_us) / 2)
+    take_before: float | None = None  # rows/s
+    take_after: float | None = None
+    ratio_to_take: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the names of this class as keys."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a yardstick showed at one moment: its rate, and how long one step took where decode is measured."""
+
+    rate: float
+    p50_us: float | None = None
+
+
+class Yardstick(Protocol):
+    """What runs are compared with: measured next to each of them, since the machine is not the same a minute later."""
+
+    name: str
+    unit: str  # of its rate
+
+    def run(self) -> Mark:
+        """Measure once more."""
+        ...
+
+    def compare(self, run: Run, before: Mark, after: Mark) -> None:
+        """Set what `run` is beside the two measurements next to it."""
+        ...

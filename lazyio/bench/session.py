@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -15,6 +16,8 @@ from lazyio.bench.limit import DEPTHS, DeviceLimit
 from lazyio.bench.options import DEFAULT_LIMIT_READS, Request
 from lazyio.bench.outcome import Outcome
 from lazyio.bench.rounds import Section
+from lazyio.bench.runs import Yardstick
+from lazyio.bench.take import TakeBaseline
 from lazyio.bench.watch import Watch
 from lazyio.ple.spec import TableSpec
 from lazyio.ple.tables import find_table
@@ -39,17 +42,19 @@ def execute(request: Request, console: Console) -> Outcome:
         strict=request.strict and "cold" in sections,
     )
     course = Course(spec, workload, limit.windows, Verifier(spec, workload, request.seed), request.strict)
-    done: list[Section] = []
+    take, done = TakeBaseline(course), list[Section]()
+    yardsticks: dict[str, Yardstick] = {"cold": limit} | ({"warm": take} if take.possible else {})
     with Watch(console, len(sections) * request.rounds * (len(arms) + 1)) as watch:
         for name in sections:
             if name == "cold":
                 watch.begin(f"device limit: the best queue depth of {DEPTHS[0]} to {DEPTHS[-1]}")
                 limit.choose_depth()
             measure = functools.partial(course.measure, section=name)
-            section = Section(name, arms, twice, request.rules, measure, limit.run if name == "cold" else None)
+            rules = request.rules if name == "cold" else replace(request.rules, min_iops=0.0)
+            section = Section(name, arms, twice, rules, measure, yardsticks.get(name))
             section.execute(watch)
             done.append(section)
-    return Outcome(spec, workload, limit, done, proved_pages)
+    return Outcome(spec, workload, limit, take, done, proved_pages)
 
 
 def _table(request: Request, console: Console) -> TableSpec:

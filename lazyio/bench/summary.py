@@ -58,7 +58,9 @@ class ArmSummary:
     direct_io: bool
     workers: int
     ratio_to_device_limit: Spread | None
+    ratio_to_take: Spread | None
     rows_per_s: Spread | None
+    rows_per_cpu_s: Spread | None
     user_us_per_row: Spread | None
     p50_us: Spread | None
     p99_us: Spread | None
@@ -116,7 +118,9 @@ def _arm(label: str, firsts: dict[str, list[Run]]) -> ArmSummary:
         direct_io=first.direct_io,
         workers=first.workers,
         ratio_to_device_limit=over(lambda run: run.ratio_to_device_limit),
+        ratio_to_take=over(lambda run: run.ratio_to_take),
         rows_per_s=over(lambda run: run.rows_per_s),
+        rows_per_cpu_s=over(lambda run: run.rows_per_cpu_s),
         user_us_per_row=over(lambda run: 1e6 * run.user_s / run.rows),
         p50_us=over(lambda run: run.p50_us),
         p99_us=over(lambda run: run.p99_us),
