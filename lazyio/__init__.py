@@ -14,12 +14,13 @@ from lazyio.errors import (
     TableError,
     Unsupported,
 )
+from lazyio.gate import TableStats
 from lazyio.modes import MODES, Backend
 from lazyio.ple.raw import raw_table
 from lazyio.ple.rowids import row_ids_of
 from lazyio.ple.spec import NgramHash, TableSpec
 from lazyio.ple.tables import find_table, find_tables
-from lazyio.table import LazyTable, TableStats, open_table
+from lazyio.table import LazyTable, open_table
 from lazyio.version import __version__
 
 __all__ = [

@@ -133,7 +133,7 @@ def interrupt_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[LazyTable], No
     def arrange(table: LazyTable) -> None:
         fetcher, main = table._fetcher, threading.get_ident()
         name = "_take" if isinstance(fetcher, RowFetcher) else "read"
-        owner: Any = table if isinstance(fetcher, RowFetcher) else fetcher
+        owner: Any = table._rows if isinstance(fetcher, RowFetcher) else fetcher
         real, begun = getattr(owner, name), threading.Event()
 
         def read(*arguments: Any) -> Any:

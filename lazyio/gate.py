@@ -1,0 +1,92 @@
+"""The gate of a table: who is inside, what they did, and waiting for them before it closes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from lazyio.errors import TableError
+from lazyio.fetchers.base import ReadStats
+from lazyio.forking import renew_in_child
+
+
+@dataclass(slots=True)
+class TableStats(ReadStats):
+    """Counts since a table was opened; subtract two to get what lies between.
+
+    `unique_rows` counts what was left after dedup; a fetcher whose rows lie in addressable memory needs none, and then
+    it stays 0. `reads` are what the fetcher asked of the kernel: read calls, advised ranges of OS pages, or page faults
+    that waited for the device. `service_s` sums the time of each read from submission to completion, 0 where the kernel
+    hides it. `wall_s` is time inside gathers, summed over threads.
+    """
+
+    gathers: int = 0
+    rows: int = 0
+    unique_rows: int = 0
+    wall_s: float = 0.0
+
+    def add(self, other: ReadStats) -> None:
+        """Add the counts of `other`, as far as it has them."""
+        ReadStats.add(self, other)  # a dataclass with slots is made twice, which super() does not survive
+        if isinstance(other, TableStats):
+            self.gathers += other.gathers
+            self.rows += other.rows
+            self.unique_rows += other.unique_rows
+            self.wall_s += other.wall_s
+
+    def __sub__(self, earlier: TableStats) -> TableStats:
+        return TableStats(**{name: getattr(self, name) - getattr(earlier, name) for name in self.__dataclass_fields__})
+
+
+class Gate:
+    """Knows the gathers under way, so that closing can wait for them, and sums up what they did."""
+
+    def __init__(self) -> None:
+        self.stats = TableStats()
+        self.closed = False
+        self.renew()
+        renew_in_child(self)
+
+    def renew(self) -> None:
+        """Forget the gathers of other threads, which a child does not have."""
+        self.lock = threading.Lock()
+        self.idle = threading.Condition(self.lock)
+        self.under_way = 0
+
+    def close(self) -> bool:
+        """Refuse new gathers and wait for the rest; False if that was done before."""
+        with self.lock:
+            if self.closed:
+                return False
+            self.closed = True
+            self.idle.wait_for(lambda: not self.under_way)
+            return True
+
+
+class Gather:
+    """One gather passing the gate; what it does is counted in the stats that it is entered with."""
+
+    __slots__ = ("_gate", "_started", "_stats")
+
+    def __init__(self, gate: Gate, rows: int) -> None:
+        self._gate = gate
+        self._stats = TableStats(gathers=1, rows=rows)
+
+    def __enter__(self) -> TableStats:
+        gate = self._gate
+        with gate.lock:
+            if gate.closed:
+                raise TableError("the table is closed")
+            gate.under_way += 1
+        self._started = time.perf_counter()
+        return self._stats
+
+    def __exit__(self, *_: object) -> None:
+        gate, stats = self._gate, self._stats
+        stats.wall_s = time.perf_counter() - self._started
+        with gate.lock:
+            gate.under_way -= 1
+            if not gate.under_way and gate.closed:
+                gate.idle.notify_all()
+            gate.stats.add(stats)
