@@ -1,3 +1,5 @@
+import ctypes
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -169,6 +171,28 @@ def test_a_lease_that_spans_the_fork_ends_in_both() -> None:
     lease.__exit__(None, None, None)
     with staging.lease(2 * MIB) as area:
         area[:] = 1
+
+
+def test_the_end_of_an_inherited_lease_unmaps_nothing() -> None:
+    """By then, something else may lie at those addresses in the child."""
+    staging = Staging(2 * MIB)
+    lease = staging.lease(MIB)
+    area = lease.__enter__()
+    address = area.ctypes.data
+
+    def check() -> None:
+        nonlocal lease, area
+        readable_and_writeable, private_anonymous_here = 0x3, 0x100022
+        place, size, offset = ctypes.c_void_p(address), ctypes.c_size_t(MIB), ctypes.c_long(0)
+        ctypes.CDLL(None).mmap(place, size, readable_and_writeable, private_anonymous_here, -1, offset)
+        ctypes.memset(address, 7, MIB)
+        lease.__exit__(None, None, None)
+        del lease, area
+        gc.collect()
+        ctypes.memset(address, 8, MIB)
+
+    run_in_child(check)
+    lease.__exit__(None, None, None)
 
 
 def test_a_child_does_not_wait_for_a_lock_that_a_thread_of_its_parent_held() -> None:

@@ -15,7 +15,6 @@ import lazyio.table
 from lazyio import (
     LazyTable,
     NetworkFilesystemWarning,
-    NeverFits,
     ReadError,
     RowIndexError,
     SettingError,
@@ -24,7 +23,7 @@ from lazyio import (
     open_table,
     raw_table,
 )
-from lazyio.fetchers.conformance import MadeTable, write_rows
+from lazyio.fetchers.conformance import MadeTable
 from lazyio.host import Filesystem
 
 OpenWay = Callable[..., LazyTable]
@@ -110,13 +109,6 @@ def test_out_is_filled_and_returned(open_way: OpenWay, spec: TableSpec, made: Ma
         out = np.zeros((5, 6, 90), np.uint8)
         assert table.gather(ids, out) is out
         np.testing.assert_array_equal(out, made.content[ids])
-
-
-@pytest.mark.parametrize("steps", [None, [], [1], [1500], [10, 1400, 4200]])
-def test_rows_are_taken_out_as_windows_land(double: LazyTable, made: MadeTable, steps: list[int] | None) -> None:
-    fetcher_of(double).steps = steps
-    ids = np.arange(0, 4201, 2)
-    np.testing.assert_array_equal(double.gather(ids), made.content[ids])
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -206,60 +198,6 @@ def test_a_table_beyond_the_end_of_its_file_is_not_opened(open_way: OpenWay, spe
 # --- how it is read --------------------------------------------------------------------------------------------------
 
 
-def test_each_distinct_row_is_read_once(double: LazyTable) -> None:
-    double.gather([7] * 8192)
-    double.gather([4000, 3, 4000, 100, 3])
-    double.gather_unique([9, 9, 9])
-    assert [len(plan) for plan in fetcher_of(double).plans] == [1, 3, 1]
-    assert [plan.buffer_bytes for plan in fetcher_of(double).plans] == [90, 270, 90]
-
-
-@pytest.mark.parametrize("arguments", [{"mode": "uring"}, {"mode": "on-direct"}])
-@pytest.mark.parametrize("direct_io", ["on", "off"])
-def test_a_gather_of_any_length_keeps_to_the_budget(tmp_path: Path, arguments: dict[str, Any], direct_io: str) -> None:
-    content = write_rows(tmp_path, 90, [("long", 55, 30_000)]).content
-    spec = raw_table(tmp_path / "long", row_bytes=90, offset=55)
-    with open_table(spec, budget="1MiB", direct_io=direct_io, **arguments) as table:
-        for ids in (
-            RANDOM.integers(0, 30_000, 40_000),
-            np.arange(30_000),
-            np.arange(1000).repeat(30),
-            np.arange(0, 30_000, 13),
-        ):
-            before = table.stats()
-            np.testing.assert_array_equal(table.gather(ids), content[ids])
-            rows, inverse = table.gather_unique(ids)
-            np.testing.assert_array_equal(rows[inverse], content[ids])
-            did = table.stats() - before
-            assert did.rows == 2 * len(ids)
-            if direct_io == "on" and table.backend.direct_io:
-                assert did.unique_rows == 2 * len(np.unique(ids))
-            assert 0 < table._staging.held_bytes() <= MIB
-
-
-@pytest.mark.parametrize("count", [16, 64, 65])
-def test_a_few_long_rows_keep_to_the_budget_too(
-    tmp_path: Path, open_double: Callable[..., LazyTable], count: int
-) -> None:
-    content = write_rows(tmp_path, 100_000, [("long", 55, 80)]).content
-    ids = RANDOM.choice(80, count, replace=False)
-    with open_double(raw_table(tmp_path / "long", row_bytes=100_000, offset=55), budget_bytes=MIB) as table:
-        np.testing.assert_array_equal(table.gather(ids), content[ids])
-        rows, inverse = table.gather_unique(ids)
-        np.testing.assert_array_equal(rows[inverse], content[ids])
-        assert 0 < table._staging.held_bytes() <= MIB
-
-
-def test_a_row_that_the_budget_can_not_hold_is_refused_with_the_setting(
-    tmp_path: Path, open_double: Callable[..., LazyTable]
-) -> None:
-    write_rows(tmp_path, 3 * MIB, [("rows", 0, 2)])
-    with open_double(raw_table(tmp_path / "rows", row_bytes=3 * MIB), budget_bytes=2 * MIB) as table:
-        for gather in (table.gather, table.gather_unique):
-            with pytest.raises(NeverFits, match=r"the budget is 2\.0 MiB: raise budget"):
-                gather([0])
-
-
 def test_stats_count_what_was_done_since_it_was_opened(double: LazyTable) -> None:
     double.gather([1, 2, 2000])
     middle = double.stats()
@@ -284,18 +222,6 @@ def test_eight_threads_on_one_table(open_way: OpenWay, spec: TableSpec, made: Ma
             return 5
 
         assert sum(pool.map(work, range(8))) == table.stats().gathers
-
-
-def test_threads_share_a_budget_that_holds_one_of_them(tmp_path: Path) -> None:
-    content = write_rows(tmp_path, 90, [("long", 55, 30_000)]).content
-    spec = raw_table(tmp_path / "long", row_bytes=90, offset=55)
-    with open_table(spec, mode="on-direct", budget="1MiB") as table, ThreadPoolExecutor(4) as pool:
-
-        def work(seed: int) -> None:
-            ids = np.random.default_rng(seed).integers(0, 30_000, 5000)
-            np.testing.assert_array_equal(table.gather(ids), content[ids])
-
-        list(pool.map(work, range(8)))
 
 
 # --- closing ---------------------------------------------------------------------------------------------------------
