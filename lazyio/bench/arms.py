@@ -15,9 +15,10 @@ from lazyio.bench.residency import resident_pages
 from lazyio.bench.runs import Arm, Run
 from lazyio.bench.workload import Workload
 from lazyio.fetchers.base import Bytes, Int64
+from lazyio.gate import TableStats
 from lazyio.modes import Backend
 from lazyio.ple.spec import TableSpec
-from lazyio.table import LazyTable, TableStats, open_table
+from lazyio.table import LazyTable, open_table
 
 # Rows of several ubatches are kept, up to this, and looked at after the clock has stopped.
 _OUTPUT_BYTES = 64 << 20

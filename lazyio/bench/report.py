@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from rich import box
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lazyio.bench.figures import ratio, short
 from lazyio.bench.outcome import Outcome
 from lazyio.bench.rounds import Section
 from lazyio.bench.summary import ArmSummary, Paired, SectionSummary, Spread
@@ -28,7 +30,7 @@ def show(outcome: Outcome, console: Console) -> None:
 
 def _table(outcome: Outcome, summary: SectionSummary) -> Table:
     title = Text(f"{summary.temperature}: median [lowest, highest] of {_rounds(summary)}")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     columns = _columns(summary, outcome.workload.decode)
     table.add_column("mode", no_wrap=True)
     table.add_column("read by", no_wrap=True)
@@ -44,22 +46,22 @@ def _columns(summary: SectionSummary, decode: bool) -> dict[str, Callable[[ArmSu
     first, cold = summary.arms[0].arm, summary.temperature == "cold"
     columns: dict[str, Callable[[ArmSummary], str]] = {}
     if decode:
-        columns["p50, us"] = lambda arm: _spread(arm.p50_us, _short)
-        columns["p99, us"] = lambda arm: _median(arm.p99_us, _short)
+        columns["p50, us"] = lambda arm: _spread(arm.p50_us, short)
+        columns["p99, us"] = lambda arm: _median(arm.p99_us, short)
     else:
-        columns["rows/s"] = lambda arm: _spread(arm.rows_per_s, _short)
+        columns["rows/s"] = lambda arm: _spread(arm.rows_per_s, short)
     if cold and decode:
-        columns["p50 of the device limit's"] = lambda arm: _spread(arm.p50_over_limit, _ratio)
+        columns["p50 of the\ndevice limit's"] = lambda arm: _spread(arm.p50_over_limit, ratio)
     elif cold:
-        columns["of the device limit"] = lambda arm: _spread(arm.ratio_to_device_limit, _ratio)
+        columns["of the\ndevice limit"] = lambda arm: _spread(arm.ratio_to_device_limit, ratio)
     elif summary.temperature == "warm":
-        columns["of np.take"] = lambda arm: _spread(arm.ratio_to_take, _ratio)
+        columns["of np.take"] = lambda arm: _spread(arm.ratio_to_take, ratio)
     columns[f"times {first}"] = lambda arm: _paired(arm.speedup_over.get(first))
-    columns["rounds slower"] = lambda arm: _slower(arm.speedup_over.get(first))
+    columns["rounds\nslower"] = lambda arm: _slower(arm.speedup_over.get(first))
     if cold:
-        columns["user us/row"] = lambda arm: _median(arm.user_us_per_row, _ratio)
+        columns["user us\na row"] = lambda arm: _median(arm.user_us_per_row, ratio)
     else:
-        columns["rows/CPU s"] = lambda arm: _median(arm.rows_per_cpu_s, _short)
+        columns["rows a\nCPU second"] = lambda arm: _median(arm.rows_per_cpu_s, short)
     return columns
 
 
@@ -77,24 +79,11 @@ def _median(spread: Spread | None, form: Callable[[float], str]) -> str:
 
 
 def _paired(paired: Paired | None) -> str:
-    return "1" if paired is None else f"{_ratio(paired.median)} [{_ratio(paired.low)}, {_ratio(paired.high)}]"
+    return "1" if paired is None else f"{ratio(paired.median)} [{ratio(paired.low)}, {ratio(paired.high)}]"
 
 
 def _slower(paired: Paired | None) -> str:
     return "" if paired is None else f"{paired.slower} of {paired.rounds}"
-
-
-def _ratio(value: float) -> str:
-    """Two decimals, and as many as show two digits of a small number."""
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
-
-
-def _short(value: float) -> str:
-    """Four digits at least, then thousands and millions."""
-    for unit, name in ((1e6, "M"), (1e3, "k")):
-        if value >= 10 * unit:
-            return f"{value / unit:.1f}{name}"
-    return f"{value:,.0f}"
 
 
 def _rounds(summary: SectionSummary) -> str:
@@ -135,7 +124,7 @@ def _limit(outcome: Outcome) -> Iterator[str]:
 
 def _take(outcome: Outcome) -> Iterator[str]:
     if not outcome.take.possible and any(section.temperature == "warm" for section in outcome.sections):
-        yield f"np.take: not measured, since the rows lie in {len(outcome.spec.extents)} extents and it needs one array."
+        yield f"np.take: not measured; it needs one array, and the rows lie in {len(outcome.spec.extents)} extents."
     if measured := outcome.take.as_json():
         yield f"np.take: {measured['rows_per_s']:,.0f} rows/s from a map in memory (median of {len(measured['arms'])})."
 
@@ -145,12 +134,13 @@ def _noise(section: Section) -> Iterator[str]:
     first = summary.arms[0].arm
     for arm in summary.arms:
         if (over := arm.speedup_over.get(first)) and over.two_se is not None:
-            yield f"{where}: {arm.arm} is {over.mean:.2f} ±{over.two_se:.2f} times {first} (mean, 2 standard errors)."
+            mean = f"{ratio(over.mean)} ±{ratio(over.two_se)}"
+            yield f"{where}: {arm.arm} is {mean} times {first} (mean, 2 standard errors)."
     if summary.noise is not None:
         yield f"{where}: {summary.twice} against itself {_paired(summary.noise)}, the noise of a round."
     if section.repeats:
-        reasons = "; ".join(f"round {repeat.round + 1}: {repeat.reason}" for repeat in section.repeats)
-        yield f"{where}: repeated rounds: {len(section.repeats)} ({reasons})."
+        reasons = Counter(repeat.reason.partition(":")[0] for repeat in section.repeats)
+        yield f"{where}: rounds repeated: {', '.join(f'{count} {reason}' for reason, count in reasons.items())}."
 
 
 def _fallbacks(outcome: Outcome) -> Iterator[str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lazyio.bench.figures import ratio, short
 from lazyio.bench.runs import Arm, Mark, Run, Yardstick
 from lazyio.bench.summary import SectionSummary, summarise
 from lazyio.bench.watch import Watch
@@ -134,8 +135,9 @@ class Section:
 
 
 def _said(run: Run) -> str:
-    ratio = "" if run.ratio_to_device_limit is None else f", {run.ratio_to_device_limit:.2f} of the device limit"
+    beside = ""
+    if run.ratio_to_device_limit is not None:
+        beside = f", {ratio(run.ratio_to_device_limit)} of the device limit"
     if run.ratio_to_take is not None:
-        ratio = f", {run.ratio_to_take:.2f} of np.take"
-    again = " (again)" if run.again else ""
-    return f"{run.arm}{again} {run.rows_per_s:,.0f} rows/s{ratio}"
+        beside = f", {ratio(run.ratio_to_take)} of np.take"
+    return f"{run.arm}{' (again)' if run.again else ''} {short(run.rows_per_s)} rows/s{beside}"
