@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ _EXCLUDE = (
     ("--trace", "--ubatch", "a trace is cut already"),
     ("--decode", "--tokens", "decoding goes in steps of one token: use --steps"),
     ("--decode", "--ubatch", "decoding goes in steps of one token"),
+    ("--decode", "--limit-reads", "there the limit reads what each step needs"),
     ("--preload", "--cold", "a cold table has none of its rows in memory"),
     ("--preload", "--warm", "a warm table has all of its rows in memory"),
 )
@@ -99,8 +101,9 @@ class Request:
                 "--preload and --direct-io on contradict each other: direct reads do not see the page cache"
             )
         for path in (self.json, self.plot):
-            if path is not None and not path.parent.is_dir():
-                raise SettingError(f"can't write {path}: there is no folder {path.parent}")
+            _check_writable(path)
+        if self.plot is not None and self.plot.suffix != ".png":
+            raise SettingError(f"--plot is {self.plot}; the picture is a .png file")
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -125,8 +128,12 @@ class Request:
             "queue_depth": self.queue_depth,
             "block_bytes": self.block_bytes,
         }
-        workers = [settings.resolve("workers", text) for text in (self.workers or "").split(",") if text.strip()]
-        for name, value in {**shared, "workers": workers or None}.items():
+        workers = (
+            [settings.resolve("workers", text) for text in self.workers.split(",")] if self.workers is not None else []
+        )
+        if len(set(workers)) < len(workers):
+            raise SettingError(f"--workers is {self.workers!r}; name each number once")
+        for name, value in {**shared, "workers": self.workers}.items():
             if value is not None and not self.preload and not any(settings.applies(name, mode) for mode in modes):
                 raise SettingError(f"--{name.replace('_', '-')} has no effect in --modes {self.modes}")
         arms = [arm for mode in modes for arm in _arms_of(mode, shared, workers)]
@@ -140,15 +147,23 @@ class Request:
     def workload(self, spec: TableSpec) -> Workload:
         """The rows to ask of a table. Raises what the makers of workloads raise."""
         if self.trace is not None:
-            return from_trace(
-                spec, str(self.trace), (self.steps or DEFAULT_STEPS) if self.decode else None, self.decode
-            )
+            usual = DEFAULT_STEPS if self.decode else None
+            return from_trace(spec, str(self.trace), self.steps, usual, self.decode)
         tokens, usual = (self.steps, DEFAULT_STEPS) if self.decode else (self.tokens, DEFAULT_TOKENS)
         cut = Cut(1, decode=True) if self.decode else Cut(self.ubatch or DEFAULT_UBATCH)
         if self.ids is not None:
             return from_ids_file(spec, str(self.ids), tokens, usual, cut)
         text = None if self.uniform else from_text(spec, tokens or usual, cut)
         return text or uniform(spec, tokens or usual, cut, self.seed)
+
+
+def _check_writable(path: Path | None) -> None:
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise SettingError(f"can't write {path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise SettingError(f"can't write {path}: it is a folder, or this user may not write there")
 
 
 def _arms_of(mode: str, shared: Mapping[str, Any], workers: list[int]) -> list[Arm]:

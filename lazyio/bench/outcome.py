@@ -85,7 +85,7 @@ class Outcome:
 
     def cold_proof(self) -> str | None:
         """In words; None where nothing had to be cold."""
-        if not self.proved_pages:
+        if all(section.temperature != "cold" for section in self.sections):
             return None
         return (
             f"0 of {self.proved_pages:,} OS pages of {PAGE_BYTES:,} bytes in memory before each run, "

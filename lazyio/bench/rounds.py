@@ -74,6 +74,7 @@ class Section:
         self.runs: list[Run] = []
         self.repeats: list[Repeat] = []
         self._measure, self._yardstick = measure, yardstick
+        self._slow = False  # whether the yardstick last showed less than was asked for
 
     def execute(self, watch: Watch) -> None:
         """Run all rounds, repeating those that do not count while repeats are left."""

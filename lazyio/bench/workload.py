@@ -95,11 +95,11 @@ def from_text(spec: TableSpec, tokens: int, cut: Cut) -> Workload | None:
 
     None where the text is too short, or the table is not asked by such token ids.
     """
-    if spec.ngram is None and not spec.is_ple:
+    row_ids = _known_row_ids(spec)
+    if row_ids is None:
         return None
     with resources.as_file(resources.files("lazyio.bench") / "data" / "text.ids.npy") as path:
         ids = np.load(path)
-    row_ids = row_ids_of(spec)
     if int(ids.max()) >= _vocab(row_ids, spec) or tokens > len(ids):
         return None
     return _of_tokens(row_ids, ids[:tokens], "token ids of the text that comes with lazyio", cut)
@@ -108,13 +108,25 @@ def from_text(spec: TableSpec, tokens: int, cut: Cut) -> Workload | None:
 def uniform(spec: TableSpec, tokens: int, cut: Cut, seed: int) -> Workload:
     """Random tokens, each id as likely as the others; for a table without known row ids, random rows."""
     random = np.random.default_rng(seed)
-    if spec.ngram is not None or spec.is_ple:
-        row_ids = row_ids_of(spec)
+    row_ids = _known_row_ids(spec)
+    if row_ids is not None:
         ids = random.integers(0, _vocab(row_ids, spec), tokens)
         return _of_tokens(row_ids, ids, f"uniform random token ids, seed {seed}", cut)
     rows = random.integers(0, spec.rows, (tokens, UNKNOWN_HEADS))
     source = f"uniform random rows, {UNKNOWN_HEADS} a token, seed {seed}, since how tokens choose rows is not known"
     return _cut(rows, source, cut)
+
+
+def _known_row_ids(spec: TableSpec) -> RowIds | None:
+    """How tokens choose rows; None where that is not known: no table of a known model, or a hash without constants."""
+    if spec.ngram is None and not spec.is_ple:
+        return None
+    try:
+        return row_ids_of(spec)
+    except TableError:
+        if spec.ngram is None:
+            return None
+        raise
 
 
 def _of_tokens(row_ids: RowIds, tokens: NDArray[Any], source: str, cut: Cut) -> Workload:
@@ -161,17 +173,19 @@ def save_trace(path: str | os.PathLike[str], gathers: Sequence[NDArray[Any]]) ->
         )
 
 
-def from_trace(spec: TableSpec, path: str, steps: int | None, decode: bool) -> Workload:
-    """The gathers of a trace, or the first `steps` of them.
+def from_trace(spec: TableSpec, path: str, steps: int | None, usual: int | None, decode: bool) -> Workload:
+    """The first `steps` gathers of a trace; None takes up to `usual`, and all if that is None too.
 
-    Raises TableError for a file that is no trace, RowIndexError for a row outside the table.
+    Raises TableError for a file that is no trace or is too short, RowIndexError for a row outside the table.
     """
     rows, lengths = _load_trace(path)
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < spec.rows:
         wrong = int(rows.min()) if rows.min() < 0 else int(rows.max())
         raise RowIndexError(f"{path} asks for row {wrong}, and {spec.tensor} has rows 0 to {spec.rows - 1}")
     gathers = [ids for ids in np.split(rows, lengths.cumsum()[:-1]) if len(ids)]
-    return Workload(tuple(gathers[:steps]), f"trace {path}", None, None, decode)
+    if steps is not None and steps > len(gathers):
+        raise TableError(f"{path} has {len(gathers)} gathers, and {steps} are asked for; ask for fewer")
+    return Workload(tuple(gathers[: steps or usual]), f"trace {path}", None, None, decode)
 
 
 def _load_trace(path: str) -> tuple[Int64, Int64]:
