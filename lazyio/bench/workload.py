@@ -146,7 +146,8 @@ def _vocab(row_ids: RowIds, spec: TableSpec) -> int:
 
 def _load_ids(path: str) -> NDArray[Any]:
     try:
-        ids = np.load(path, allow_pickle=False)
+        with open(path, "rb") as file:
+            ids = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise TableError(f"can't read token ids from {path}: {error}") from error
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
@@ -190,7 +191,7 @@ def from_trace(spec: TableSpec, path: str, steps: int | None, usual: int | None,
 
 def _load_trace(path: str) -> tuple[Int64, Int64]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             rows, lengths = archive["row_ids"], archive["lengths"]
     except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise TableError(
