@@ -55,8 +55,9 @@ def limit_of(spec: TableSpec, workload: Workload, **more: Any) -> DeviceLimit:
 
 
 def test_the_windows_of_the_workload_are_read_once_each_in_changing_order(
-    table: TableSpec, workload: Workload, plans: list[ReadPlan]
+    table: TableSpec, plans: list[ReadPlan]
 ) -> None:
+    workload = uniform(table, 60, Cut(60), 0)
     limit = limit_of(table, workload)
     assert [limit.run().rate > 0 for _ in range(2)] == [True, True]
     first, second = (plan.offset.tolist() for plan in plans)
