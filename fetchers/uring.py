@@ -70,8 +70,11 @@ class UringFetcher(Fetcher):
     def _ring(self) -> Ring:
         own: _OwnRing | None = getattr(self._local, "own", None)
         if own is None or own.ring.pid != os.getpid():
-            own = self._local.own = _OwnRing(self.options.queue_depth)
+            own = self._local.own = _OwnRing(self._make_ring())
         return own.ring
+
+    def _make_ring(self) -> Ring:
+        return Ring(self.options.queue_depth)
 
     def _probe(self) -> None:
         """Read one block of the first file: a kernel may allow rings and still refuse reads."""
@@ -87,10 +90,8 @@ class UringFetcher(Fetcher):
 class _OwnRing:
     """A ring that is given back when the thread whose local storage holds it ends."""
 
-    def __init__(self, depth: int) -> None:
-        self.ring = Ring(depth)
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
 
     def __del__(self) -> None:
-        ring = getattr(self, "ring", None)
-        if ring is not None:
-            ring.close()
+        self.ring.close()
