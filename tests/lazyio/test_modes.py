@@ -151,11 +151,13 @@ def test_auto_takes_the_best_that_works(
 ) -> None:
     monkeypatch.setattr(modes, "available_memory_bytes", lambda: 0)
     refuse(*lacking)
+    before = open_descriptors()
     with open_table(spec) as table:
         assert table.backend.fetcher == fetcher
         for name in lacking:
             assert f"there is no {name} here" in table.backend.why
         check_rows(table, made)
+    assert open_descriptors() == before, "the one that was tried first is still open"
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -249,8 +251,10 @@ def test_without_direct_reads_they_are_buffered_and_the_cause_named(
         assert table.backend.block_bytes == 1
         assert "a lies on tmpfs" in str(table.backend.fallback_reason)
         check_rows(table, in_memory)
+    before = open_descriptors()
     with pytest.raises(Unsupported, match="a lies on tmpfs"):
         open_table(spec, mode=mode, direct_io="on", strict=True)
+    assert open_descriptors() == before
     with open_table(spec, mode=mode, direct_io="off") as table:
         assert "tmpfs" not in str(table.backend.fallback_reason)
 
