@@ -86,5 +86,17 @@ GGUF_TYPES = {number: StoredType(name, values, size) for number, name, values, s
 #: By the name that a safetensors file gives.
 SAFETENSORS_TYPES = {name: StoredType(name, 1, size) for name, size in _SAFETENSORS}
 
+#: Rows of EXL3's n-gram tables, K bits a value: a scale of 2 bytes, and one ring of 160 values.
+EXL3_TYPES = {f"EXL3_K{bits}": StoredType(f"EXL3_K{bits}", 160, 2 + 20 * bits) for bits in range(1, 9)}
+
+#: Rows of MLX's quantised tables, brought together: the values of all groups, then their scales, then their biases;
+#: the latter are BF16 unless the name says F16. Sizes are those of a group, though its parts lie apart.
+MLX_TYPES = {
+    name: StoredType(name, group, group * bits // 8 + 4)
+    for bits in (2, 4, 8)
+    for group in (32, 64, 128)
+    for name in (f"MLX_Q{bits}_G{group}", f"MLX_Q{bits}_G{group}_F16")
+}
+
 #: By name, whatever the file.
-TYPES = SAFETENSORS_TYPES | {stored.name: stored for stored in GGUF_TYPES.values()}
+TYPES = SAFETENSORS_TYPES | {stored.name: stored for stored in GGUF_TYPES.values()} | EXL3_TYPES | MLX_TYPES

@@ -52,20 +52,20 @@ class SafetensorsCheckpoint(Checkpoint):
 
         None where there are no such tensors, or where no config.json lies beside the files.
         """
-        beside = table.removesuffix("ngram_embedding.weight")
-        if self._config is None or beside + "layer_multipliers" not in self._file_of:
+        multipliers_name, sizes_name, offsets_name = constants_of(table)
+        if self._config is None or multipliers_name not in self._file_of:
             return None
-        multipliers = self._integers(beside + "layer_multipliers")
+        multipliers = self._integers(multipliers_name)
         config = self._text_config()
         ngram_size = self._setting(config, "ngram_size")
         if ngram_size != len(multipliers):
             raise TableError(
-                f"{self._config_path}: ngram_size is {ngram_size}, but {beside}layer_multipliers has {len(multipliers)}"
+                f"{self._config_path}: ngram_size is {ngram_size}, but {multipliers_name} has {len(multipliers)}"
             )
         return NgramHash(
             multipliers=multipliers,
-            head_sizes=self._integers(beside + "ngram_heads_vocab_sizes"),
-            head_offsets=self._integers(beside + "ngram_heads_offsets"),
+            head_sizes=self._integers(sizes_name),
+            head_offsets=self._integers(offsets_name),
             heads_per_ngram=self._setting(config, "heads_per_ngram"),
             eos=self._setting(config, "eos_token_id"),
         )
@@ -95,6 +95,15 @@ class SafetensorsCheckpoint(Checkpoint):
                 f"{tensor.path}: {name} must be a short list of I64 and is {tensor.dtype} {list(tensor.shape)}"
             )
         return struct.unpack(f"<{tensor.shape[0]}q", read_tensor(tensor))
+
+
+def constants_of(table: str) -> tuple[str, str, str]:
+    """Names of the tensors with multipliers, head sizes and head offsets of a table of n-grams."""
+    embedding, _, kind = table.rpartition(".")
+    if kind == "trellis":
+        return f"{embedding}.layer_multipliers", f"{embedding}.head_vocab_sizes", f"{embedding}.head_offsets"
+    beside = embedding.removesuffix("ngram_embedding")
+    return beside + "layer_multipliers", beside + "ngram_heads_vocab_sizes", beside + "ngram_heads_offsets"
 
 
 def open_safetensors(path: str) -> SafetensorsCheckpoint:

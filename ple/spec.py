@@ -22,7 +22,8 @@ class NgramHash:
 class TableSpec:
     """One table of rows, as found in a file, a set of parts or a folder.
 
-    `dtype` is the name of the stored type: a GGUF type ("IQ4_NL", "Q8_0", "BF16", "F16", "F32", ...) or "F8_E4M3".
+    `dtype` is the name of the stored type: a GGUF type ("IQ4_NL", "Q8_0", "BF16", "F16", "F32", ...), "F8_E4M3", one of
+    EXL3 ("EXL3_K4") or one of MLX ("MLX_Q4_G32").
     `row_values` is the number of values of a row, 0 where the type is unknown to this package and only packed rows can
     be had. `extents` are in order of their first row and together hold rows 0 .. rows-1.
     """
@@ -37,6 +38,7 @@ class TableSpec:
     architecture: str | None = None  # as the file calls it
     ngram: NgramHash | None = None
     scale: float | None = None  # of an fp8 table: value = fp8 * scale
+    head_bias: Extent | None = None  # of an EXL3 table: F16 [heads, row_values], added to a row of that n-gram head
     is_ple: bool = False  # whether it is a per-layer embedding table of a known model
 
     @property

@@ -15,12 +15,12 @@ from lazyio.ple.gguf import open_gguf
 from lazyio.ple.gguf_header import MAGIC
 from lazyio.ple.rowids import row_ids_of
 from lazyio.ple.safetensors import INDEX_SUFFIX, open_safetensors
-from lazyio.ple.shards import build_table, group_shards
+from lazyio.ple.shards import KINDS, build_table, group_shards
 from lazyio.ple.spec import TableSpec
 
 # What the per-layer embedding table is called: in GGUF files, by Gemma, by Qwen.
-_PLE = re.compile(r"(?:.*\.)?(?:per_layer_token_embd|embed_tokens_per_layer|ngram_embedding)\.weight", re.DOTALL)
-_PLE_TRELLIS = re.compile(r"(?:.*\.)?(?:embed_tokens_per_layer|ngram_embedding)(?:\.shard_[0-9]+)?\.trellis", re.DOTALL)
+_PLE_NAMES = "per_layer_token_embd|embed_tokens_per_layer|ngram_embedding"
+_PLE = re.compile(rf"(?:.*\.)?(?:{_PLE_NAMES})\.(?:{'|'.join(KINDS)})", re.DOTALL)
 # Other tensors that are meant to be read by row: token and position embeddings. Weights of linear layers are not.
 _EMBEDDING = re.compile(r"(?:.*\.)?(?:[^.]*(?:embd|embed)[^.]*|wte|wpe)\.weight", re.DOTALL)
 
@@ -42,8 +42,9 @@ def find_tables(path: str | os.PathLike[str]) -> list[TableSpec]:
 def find_table(path: str | os.PathLike[str], tensor: str | None = None) -> TableSpec:
     """The one per-layer embedding table of a model, or the table of the given name.
 
-    `path` is as for `find_tables`. `tensor` is a tensor's name, or `T.weight` for shards `T.shard_N.weight`; ".weight"
-    may be left out. Raises TableError where no table or more than one fits; the message lists what there is.
+    `path` is as for `find_tables`. `tensor` is a tensor's name, or `T.weight` for shards `T.shard_N.weight`; ".weight",
+    ".trellis" and the like may be left out. Raises TableError where no table or more than one fits; the message lists
+    what there is.
     """
     checkpoint = _open_checkpoint(os.fspath(path))
     tables = group_shards(checkpoint.names)
@@ -59,6 +60,11 @@ def find_table(path: str | os.PathLike[str], tensor: str | None = None) -> Table
         f"{checkpoint.path} has no per-layer embedding table under a known name; if it has one under another, give "
         f"that; {_what_there_is(checkpoint, tables)}"
     )
+
+
+def is_ple_name(name: str) -> bool:
+    """Whether a table of that name is a per-layer embedding table of a known model."""
+    return _PLE.fullmatch(name) is not None
 
 
 def _open_checkpoint(path: str) -> Checkpoint:
@@ -79,23 +85,20 @@ def _open_checkpoint(path: str) -> Checkpoint:
 
 
 def _ple_tables(checkpoint: Checkpoint, tables: Mapping[str, Sequence[str]]) -> Iterator[TableSpec]:
-    _refuse_trellis(checkpoint)
     for name, parts in tables.items():
-        if _PLE.fullmatch(name):
+        if is_ple_name(name):
             yield _build(checkpoint, name, parts)
 
 
 def _embeddings(checkpoint: Checkpoint, tables: Mapping[str, Sequence[str]]) -> Iterator[TableSpec]:
     for name, parts in tables.items():
-        if _EMBEDDING.fullmatch(name) and not _PLE.fullmatch(name):
+        if _EMBEDDING.fullmatch(name) and not is_ple_name(name):
             with suppress(TableError):
                 yield _build(checkpoint, name, parts)
 
 
 def _named_table(checkpoint: Checkpoint, tables: Mapping[str, Sequence[str]], request: str) -> TableSpec:
-    if _PLE_TRELLIS.fullmatch(request):
-        _refuse_trellis(checkpoint)
-    for name in (request, request + ".weight"):
+    for name in (request, *(f"{request}.{kind}" for kind in KINDS)):
         if name in tables:
             return _build(checkpoint, name, tables[name])
         if name in checkpoint.names:  # one shard of a table
@@ -106,17 +109,8 @@ def _named_table(checkpoint: Checkpoint, tables: Mapping[str, Sequence[str]], re
     )
 
 
-def _refuse_trellis(checkpoint: Checkpoint) -> None:
-    for name in checkpoint.names:
-        if _PLE_TRELLIS.fullmatch(name):
-            raise TableError(
-                f"{checkpoint.path}: the per-layer embedding table is in EXL3's trellis layout ({name}), "
-                "which can't be decoded; use a GGUF, bf16 or fp8 version of the model"
-            )
-
-
 def _build(checkpoint: Checkpoint, name: str, parts: Sequence[str]) -> TableSpec:
-    spec = build_table(checkpoint, name, parts, is_ple=_PLE.fullmatch(name) is not None)
+    spec = build_table(checkpoint, name, parts, is_ple=is_ple_name(name))
     if spec.ngram is None:
         return spec
     try:

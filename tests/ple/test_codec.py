@@ -229,7 +229,7 @@ def test_part_of_a_block_is_refused(stored: str):
 
 
 def test_what_is_no_packed_row_is_refused():
-    for packed in (np.zeros(8, np.int8), np.zeros((), np.uint8)):
+    for packed in (np.zeros(8, np.int8), np.zeros((), np.uint8), np.zeros((2, 0), np.uint8)):
         with pytest.raises(TableError, match="uint8"):
             decode(packed, "F32")
 

@@ -147,6 +147,9 @@ def test_scales_of_other_layouts() -> None:
         assert f"is scaled by {name}" in refusal(fp8, StoredTensor(name, "F32", (1,), "f", 0, 4))
 
 
-def test_mlx_is_refused_by_name() -> None:
-    scales = StoredTensor("t.shard_0.scales", "BF16", (10, 1), "f", 0, 20)
-    assert "table t.weight is in MLX's group-quantised layout" in refusal(shard(0, dtype="U32"), scales)
+def test_mlx_tables_are_to_be_interleaved() -> None:
+    scales, biases = (StoredTensor(f"t.shard_0.{name}", "BF16", (10, 1), "f", 0, 20) for name in ("scales", "biases"))
+    message = refusal(shard(0, dtype="U32"), scales, biases)
+    assert "table t.weight is in MLX's group-quantised layout" in message
+    assert "python tools/interleave.py model NEW_FOLDER" in message
+    assert "with scales and without biases" in refusal(shard(0, dtype="U32"), scales)

@@ -203,23 +203,91 @@ def test_a_token_embedding_that_can_not_be_used_is_left_out(write_folder) -> Non
     assert "can't open" in refusal(folder, "embed.weight")
 
 
-@pytest.mark.parametrize("shard", ["", ".shard_0"])
-def test_exl3_is_refused_by_name(tmp_path: Path, write_safetensors, shard: str) -> None:
-    name = f"model.layers.1.ple.ple_embedding.ngram_embedding{shard}.trellis"
-    write_safetensors(tmp_path / "ngram_embedding.safetensors", {name: ("I16", [4, 41], bytes(328))})
-    for request in (None, name, "ngram_embedding.weight"):
-        message = refusal(tmp_path, request)
-        assert f"EXL3's trellis layout ({name})" in message
-    with pytest.raises(TableError, match="trellis"):
-        find_tables(tmp_path)
+EXL3 = "model.layers.1.ple.ple_embedding.ngram_embedding"
 
 
-def test_mlx_is_refused_by_name(write_folder) -> None:
+def exl3(bits: int, shards: int | None, rows: int = 63) -> dict[str, tuple[str, list[int], bytes]]:
+    """An EXL3 table in so many shards, or in one tensor, with its constants and biases."""
+    words = 1 + 10 * bits
+    lists = {
+        "layer_multipliers": CONSTANTS.multipliers,
+        "head_vocab_sizes": CONSTANTS.head_sizes,
+        "head_offsets": CONSTANTS.head_offsets,
+    }
+    tensors = {f"{EXL3}.{name}": ("I64", [len(v)], struct.pack(f"<{len(v)}q", *v)) for name, v in lists.items()}
+    tensors[f"{EXL3}.head_bias"] = ("F16", [4, 160], bytes(2 * 4 * 160))
+    content = np.random.default_rng(bits).integers(0, 256, rows * words * 2, np.uint8).tobytes()
+    names = [f"{EXL3}.trellis"] if shards is None else [f"{EXL3}.shard_{number}.trellis" for number in range(shards)]
+    each = rows // len(names)
+    for number, name in enumerate(names):
+        part = content[number * each * words * 2 : (number + 1) * each * words * 2]
+        tensors[name] = ("I16", [each, words], part)
+    return tensors
+
+
+@pytest.mark.parametrize("shards", [None, 1, 3])
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_exl3_tables(write_folder, bits: int, shards: int | None) -> None:
+    tensors = exl3(bits, shards)
+    folder = write_folder(tensors)
+    spec = find_table(folder)
+    assert (spec.tensor, spec.dtype, spec.rows, spec.row_values) == (f"{EXL3}.trellis", f"EXL3_K{bits}", 63, 160)
+    assert (spec.row_bytes, spec.ngram, spec.is_ple) == (2 + 20 * bits, CONSTANTS, True)
+    assert stored(spec) == b"".join(tensor[2] for name, tensor in tensors.items() if name.endswith("trellis"))
+    assert spec == find_table(folder, EXL3) == find_table(folder, f"{EXL3}.trellis")
+    assert [table.tensor for table in find_tables(folder)] == [spec.tensor]
+    assert spec.head_bias is not None
+    assert spec.head_bias.rows == 4
+
+
+def test_an_exl3_table_alone(tmp_path: Path, write_safetensors) -> None:
+    path = tmp_path / "ngram_embedding.safetensors"
+    write_safetensors(path, {f"{EXL3}.trellis": exl3(4, None)[f"{EXL3}.trellis"]})
+    assert (find_table(path).head_bias, find_table(path).ngram) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "dtype_and_shape", [("I16", [63, 40]), ("I16", [63, 91]), ("U16", [63, 41]), ("I16", [2, 3, 41])]
+)
+def test_exl3_tables_of_other_shapes(write_folder, dtype_and_shape: tuple[str, list[int]]) -> None:
+    dtype, shape = dtype_and_shape
+    content = bytes(2 * int(np.prod(shape)))
+    folder = write_folder(exl3(4, None) | {f"{EXL3}.trellis": (dtype, shape, content)})
+    assert f"is {dtype} {shape}, and by its name should be I16 [rows, 1 + 10 * bits" in refusal(folder)
+
+
+@pytest.mark.parametrize("dtype_and_shape", [("F16", [3, 160]), ("F16", [4, 161]), ("F32", [4, 160]), ("F16", [4])])
+def test_other_biases_of_heads(write_folder, dtype_and_shape: tuple[str, list[int]]) -> None:
+    dtype, shape = dtype_and_shape
+    content = bytes((4 if dtype == "F32" else 2) * int(np.prod(shape)))
+    folder = write_folder(exl3(4, None) | {f"{EXL3}.head_bias": (dtype, shape, content)})
+    assert f"head_bias is {dtype} {shape} and must be F16 [4, 160]" in refusal(folder)
+
+
+def test_mlx_tables_are_to_be_interleaved(write_folder) -> None:
     prefix = "model.layers.1.ple.ple_embedding"
-    scales = {f"{prefix}.ngram_embedding.shard_0.scales": ("BF16", [5, 1], bytes(10))}
-    folder = write_folder(shards(prefix, 2, "U32") | scales)
-    assert "MLX's group-quantised layout" in refusal(folder)
+    part = f"{prefix}.ngram_embedding.shard_0"
+    scales = {f"{part}.scales": ("BF16", [5, 1], bytes(10))}
+    biases = {f"{part}.biases": ("BF16", [5, 1], bytes(10))}
+    folder = write_folder(shards(prefix, 2, "U32") | scales | biases)
+    assert f"python tools/interleave.py {folder} NEW_FOLDER" in refusal(folder)
     assert "MLX's group-quantised layout" in refusal(folder, "nothing")
+    folder = write_folder(shards(prefix, 2, "U32") | scales)
+    assert "quantised in groups with scales and without biases" in refusal(folder)
+
+
+def test_interleaved_tables(write_folder) -> None:
+    prefix = "model.layers.1.ple.ple_embedding"
+    name = f"{prefix}.ngram_embedding.mlx_q4_g32"
+    content = np.random.default_rng(0).integers(0, 256, (63, 100), np.uint8).tobytes()
+    folder = write_folder(constants(prefix) | {name: ("U8", [63, 100], content)})
+    spec = find_table(folder)
+    assert (spec.tensor, spec.dtype, spec.row_values, spec.row_bytes) == (name, "MLX_Q4_G32", 160, 100)
+    assert (spec.ngram, spec.is_ple) == (CONSTANTS, True)
+    assert stored(spec) == content
+    assert find_table(folder, f"{prefix}.ngram_embedding") == spec
+    folder = write_folder({name: ("U8", [63, 90], bytes(63 * 90))})
+    assert "by its name should be U8 [rows, multiple of 20]" in refusal(folder)
 
 
 @pytest.mark.parametrize(
