@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lazyio.errors import ReadError
 from lazyio.fetchers.base import Bytes, Extent, Int64, ReadStats
 from lazyio.fetchers.files import FileSet
+from lazyio.host import owns_or_writes
 
 OS_PAGE_BYTES = mmap.PAGESIZE
 _PAGE_SHIFT = OS_PAGE_BYTES.bit_length() - 1
@@ -27,6 +28,9 @@ _ROWS_PER_TOLERATED_FAULT = 128
 # Of so many rows and more, one in so many is looked at where nothing is expected to be absent.
 _SAMPLED_FROM_ROWS = 4096
 _SAMPLED = 8
+# Of so many untouched rows and more, so many are looked for in the page cache before they are brought in.
+_CACHED_FROM_ROWS = 1024
+_CACHED_SAMPLE = 128
 # Rows copied at once where they go through a temporary array.
 _COPY_ROWS = 2048
 
@@ -65,6 +69,8 @@ class MappedRows:
         except BaseException:
             self.close()
             raise
+        # To those who may not, the kernel says that every page is there.
+        self._mincore_tells = all(owns_or_writes(descriptor) for descriptor in files.descriptors)
         self._settled = False  # whether the last look at a whole gather found nothing absent
         self._by_row = row_bytes >= OS_PAGE_BYTES
         self._touched = np.zeros(sum(extent.rows for extent in extents) if self._by_row else pages, bool)
@@ -83,7 +89,8 @@ class MappedRows:
         if bring_in is not None:
             absent = self._to_bring_in(ids)
             if len(absent):
-                stats = bring_in(absent)
+                if not self._seem_cached(absent):
+                    stats = bring_in(absent)
                 self._touch(absent)
         before = _major_faults()
         self._copy(ids, extent, out)
@@ -107,6 +114,19 @@ class MappedRows:
         absent = self.absent(ids)
         self._settled = not len(absent)
         return absent
+
+    def _seem_cached(self, absent: Int64) -> bool:
+        """Whether a sample of rows that were not touched yet is in the page cache all the same, put there by others."""
+        if len(absent) < _CACHED_FROM_ROWS or not self._mincore_tells:
+            return False
+        sample = absent[:: len(absent) // _CACHED_SAMPLE]
+        first, _ = self._pages(sample)
+        addresses = (first << _PAGE_SHIFT) + self._address_shift[self._extent(sample)]
+        present = ctypes.c_ubyte()
+        for address in addresses.tolist():
+            if libc().mincore(address, OS_PAGE_BYTES, ctypes.byref(present)) or not present.value & 1:
+                return False
+        return True
 
     def absent(self, ids: Int64) -> Int64:
         """Those of `ids` of which an OS page has not been touched yet."""
@@ -242,6 +262,7 @@ def libc() -> ctypes.CDLL:
     """The C library, keeping errno for `ctypes.get_errno`, with the calls that maps need declared."""
     library = ctypes.CDLL(None, use_errno=True)
     library.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    library.mincore.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
     library.syscall.restype = ctypes.c_long
     reader = library.process_vm_readv
     reader.restype = ctypes.c_ssize_t

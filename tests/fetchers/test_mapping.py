@@ -171,6 +171,7 @@ def test_a_sample_is_enough_while_all_is_there(mapped: Mapped, monkeypatch: pyte
         return absent(self, ids)
 
     monkeypatch.setattr(MappedRows, "absent", spy)
+    mapped.rows._mincore_tells = False
     warm = np.arange(8192) % 1000
     for _ in range(3):
         mapped.take(warm)
@@ -179,6 +180,24 @@ def test_a_sample_is_enough_while_all_is_there(mapped: Mapped, monkeypatch: pyte
     mapped.take(np.concatenate([warm[:4096], np.arange(4096) % ROWS]))
     assert looked_at == [1024, 8192]
     assert len(mapped.brought) == 2
+
+
+@pytest.mark.usefixtures("faults")
+@pytest.mark.parametrize(("state", "brought"), [("cached", 0), ("dropped", 1), ("unknown", 1)])
+def test_what_others_have_cached_is_not_brought_in(tmp_path: Path, state: str, brought: int) -> None:
+    made = write_rows(tmp_path, 90, [("a", 13, ROWS)])
+    path = made.extents[0].path
+    with open(path, "rb") as file:
+        if state == "dropped":
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    mapped = Mapped(made)
+    if state == "unknown":
+        mapped.rows._mincore_tells = False
+    mapped.take(np.arange(2000))
+    assert len(mapped.brought) == brought
+    assert len(mapped.rows.absent(np.arange(2000))) == 0
+    mapped.close()
 
 
 # --- ranges of OS pages ----------------------------------------------------------------------------------------------
