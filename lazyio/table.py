@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -16,7 +17,9 @@ from lazyio.fetchers.base import Bytes, Extent, FetcherOptions, Int64
 from lazyio.gate import Gate, Gather, TableStats
 from lazyio.host import filesystem_of
 from lazyio.modes import open_fetcher
+from lazyio.overlay import EditedRows, OverlaidRows, Overlay, read_overlay
 from lazyio.ple.codec import decode
+from lazyio.ple.headbias import HeadBias
 from lazyio.ple.plan import dedup
 from lazyio.ple.spec import TableSpec
 from lazyio.ple.tables import find_table
@@ -30,11 +33,22 @@ class LazyTable:
     Made by `open_table`.
     """
 
-    def __init__(self, spec: TableSpec, mode: str, options: FetcherOptions, *, strict: bool, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        mode: str,
+        options: FetcherOptions,
+        *,
+        strict: bool,
+        budget_bytes: int,
+        edited: EditedRows | None = None,
+    ) -> None:
         self.spec = spec
         self._fetcher, self.backend = open_fetcher(mode, spec, options, strict=strict)
         self._staging = Staging(budget_bytes)
         self._rows = rows_of(self._fetcher, spec, self._staging, options)
+        if edited is not None:
+            self._rows = OverlaidRows(self._rows, edited)
         self._gate = Gate()
 
     @property
@@ -96,14 +110,19 @@ class LazyTable:
             self._rows.read(unique, packed, stats)
         return packed, inverse.reshape(asked.shape)
 
-    def decode(self, packed: Bytes, dtype: Any = np.float32) -> NDArray[Any]:
+    def decode(self, packed: Bytes, dtype: Any = np.float32, *, ids: Any = None) -> NDArray[Any]:
         """Turn packed rows, uint8 [..., row_bytes], into values [..., row_values] of `dtype` (float32 or float16).
 
-        Raises Unsupported for a stored type without a decoder, TableError for rows of another length.
+        `ids` are the ids of these rows, of shape [...]: a table whose rows have a bias for their n-gram head
+        (`spec.head_bias`, EXL3) needs them, others do without. Those of `gather_unique(ids)` are `np.unique(ids)`.
+        `lazyio.ple.codec.decode` tells in which precision each step is taken.
+        Raises Unsupported for a stored type without a decoder, TableError for rows of another length and for ids that
+        are missing or of another shape, RowIndexError for ids outside the table.
         """
         if packed.shape[-1:] != (self.row_bytes,):
             raise TableError(f"packed rows are {self.row_bytes} bytes long here, not {packed.shape[-1:]}")
-        return decode(packed, self.dtype, dtype, scale=self.spec.scale)
+        bias = None if self.spec.head_bias is None else self._bias_of(ids, packed.shape[:-1])
+        return decode(packed, self.dtype, dtype, scale=self.spec.scale, bias=bias)
 
     def close(self) -> None:
         """Wait for gathers under way, then free everything. Harmless when done twice."""
@@ -122,6 +141,20 @@ class LazyTable:
         return (
             f"<LazyTable {self.spec.tensor} {self.n_rows} x {self.row_values} {self.dtype} by {self.backend.fetcher}>"
         )
+
+    @cached_property
+    def _head_bias(self) -> HeadBias:
+        return HeadBias(self.spec)
+
+    def _bias_of(self, ids: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        asked = None if ids is None else _integers(ids)
+        if asked is None or asked.shape != shape:
+            raise TableError(
+                f"rows of {self.spec.tensor} are decoded with a bias for their n-gram head: decode needs their ids, of "
+                f"shape {list(shape)}, and got {'none' if asked is None else f'ids of shape {list(asked.shape)}'}"
+            )
+        self._validate(asked)
+        return self._head_bias.of(asked)
 
     def _validate(self, asked: NDArray[Any]) -> None:
         if not asked.size:
@@ -176,6 +209,7 @@ def open_table(
     reserve: int | str | None = None,
     mmap_rss: int | str | None = None,
     mmap_safe: bool | None = None,
+    overlay: Overlay | None = None,
     extra: dict[str, Any] | None = None,
 ) -> LazyTable:
     """Open a table in a GGUF file (any part of a split one), a safetensors file or a folder of those.
@@ -184,7 +218,8 @@ def open_table(
     on-direct, uring, auto) or the name of a registered fetcher. What is None comes from the environment
     (`LAZYIO_...`), else from the defaults that docs/settings.md lists. Sizes are bytes, or text such as "512MiB".
     A raw file is opened through `lazyio.ple.raw.raw_table(...)`, whose spec is given as `path`. `extra` is handed to
-    fetchers of third parties.
+    fetchers of third parties. `overlay` is packed rows by id, or the path of an .npz file with `ids` int64 [n] and
+    `rows` uint8 [n, row_bytes]: they are served in place of the stored ones.
 
     Raises TableError where there is no such table or its file can't be used, SettingError for a setting that is
     malformed or has no effect in this mode, NeverFits where mode off is asked for and memory does not suffice,
@@ -208,7 +243,12 @@ def open_table(
     spec = path if isinstance(path, TableSpec) else find_table(path, tensor)
     _warn_of_networks(spec)
     return LazyTable(
-        spec, mode, options, strict=settings.resolve("strict", strict), budget_bytes=settings.resolve("budget", budget)
+        spec,
+        mode,
+        options,
+        strict=settings.resolve("strict", strict),
+        budget_bytes=settings.resolve("budget", budget),
+        edited=None if overlay is None else read_overlay(overlay, spec),
     )
 
 
