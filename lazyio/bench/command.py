@@ -123,7 +123,7 @@ def bench(
     show(outcome, console)
     if json is not None:
         json.write_text(json_format.dumps(outcome.as_json(), indent=1) + "\n")
-        console.print(f"Results: {json}", highlight=False, markup=False)
+        console.print(f"Results: {json}", highlight=False, markup=False, soft_wrap=True)
     if plot is not None:
         draw(outcome, plot)
-        console.print(f"Picture: {plot}", highlight=False, markup=False)
+        console.print(f"Picture: {plot}", highlight=False, markup=False, soft_wrap=True)

@@ -33,7 +33,7 @@ def demo_table(folder: Path | None, console: Console) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for rows in SIZES:
         if is_complete(path := _path(folder, rows), rows):
-            console.print(f"using the demo table {path}", highlight=False, markup=False)
+            console.print(f"using the demo table {path}", highlight=False, markup=False, soft_wrap=True)
             return path
     free = shutil.disk_usage(folder).free
     fitting = [rows for rows in SIZES if _TIMES_FREE * rows * ROW_BYTES <= free]
@@ -68,8 +68,16 @@ def _path(folder: Path, rows: int) -> Path:
 
 def _write(path: Path, rows: int, console: Console) -> None:
     size = rows * ROW_BYTES
-    console.print(f"making a demo table of {format_bytes(size)}: {path}", highlight=False, markup=False)
+    console.print(f"making a demo table of {format_bytes(size)}: {path}", highlight=False, markup=False, soft_wrap=True)
     columns = (TextColumn("writing"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=size)
-        write_gguf(path, rows, DTYPE, ROW_VALUES, progress=lambda written: bar.update(task, completed=written))
+        # What lies there is not whole, or it would be used.
+        write_gguf(
+            path,
+            rows,
+            DTYPE,
+            ROW_VALUES,
+            overwrite=True,
+            progress=lambda written: bar.update(task, completed=written),
+        )
