@@ -4,6 +4,7 @@
 """
 
 from lazyio.errors import (
+    Cancelled,
     LazyIOError,
     NetworkFilesystemWarning,
     NeverFits,
@@ -26,6 +27,7 @@ from lazyio.version import __version__
 __all__ = [
     "MODES",
     "Backend",
+    "Cancelled",
     "LazyIOError",
     "LazyTable",
     "NetworkFilesystemWarning",

@@ -8,6 +8,7 @@
       SettingError    (ValueError)    a setting that is malformed, or that contradicts another
       NeverFits       (ValueError)    a request larger than its budget can ever hold; names the setting to change
       NotCold         (RuntimeError)  a measurement whose cold start could not be proved
+      Cancelled       (RuntimeError)  a ticket whose rows were given up before they were taken
 
 Each also inherits the builtin in brackets, so that callers who do not know this package can catch it.
 """
@@ -15,6 +16,7 @@ Each also inherits the builtin in brackets, so that callers who do not know this
 from __future__ import annotations
 
 __all__ = [
+    "Cancelled",
     "LazyIOError",
     "NetworkFilesystemWarning",
     "NeverFits",
@@ -49,6 +51,10 @@ class NeverFits(LazyIOError, ValueError):
 
 class Unsupported(LazyIOError, RuntimeError):
     """A facility that is missing here; the message says what lacks it and what to do."""
+
+
+class Cancelled(LazyIOError, RuntimeError):
+    """A ticket that was cancelled, or whose table was closed or process forked, before its rows were taken."""
 
 
 class NotCold(LazyIOError, RuntimeError):

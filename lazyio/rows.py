@@ -198,7 +198,7 @@ class _Extractor:
     def __init__(self, plan: RowPlan, buffer: Bytes, packed: Bytes) -> None:
         self._plan = plan
         self._anywhere = _items_anywhere(buffer, packed.shape[1])
-        self._rows = _as_items(packed)
+        self._rows = as_items(packed)
         self._done = 0
 
     def landed(self, windows: int) -> None:
@@ -210,7 +210,7 @@ class _Extractor:
             self._done = rows
 
 
-def _as_items(rows: Bytes) -> NDArray[np.void]:
+def as_items(rows: Bytes) -> NDArray[np.void]:
     """View rows [n, row_bytes] as n items."""
     return rows.reshape(-1).view(f"V{rows.shape[1]}")
 

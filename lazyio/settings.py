@@ -149,8 +149,7 @@ SETTINGS: dict[str, Setting] = {
             "budget",
             _size(least=1 << 20),
             512 << 20,
-            "Memory of our own that a table may take for the blocks it has read.",
-            ("auto", "uring", "on-direct"),
+            "Memory of our own that a table may take for the blocks it has read, and for rows read ahead.",
         ),
         Setting(
             "reserve",

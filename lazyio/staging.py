@@ -65,11 +65,10 @@ class Staging:
     def take(self, size: int) -> _Area:
         """Begin a lease, when there is room."""
         rounded = -(-max(size, 1) // _STEP_BYTES) * _STEP_BYTES
-        if rounded > self.budget_bytes:
-            raise NeverFits(
-                f"a read needs {format_bytes(rounded)} of staging and the budget is {format_bytes(self.budget_bytes)}: "
-                "raise budget"
-            )
+        if size > self.budget_bytes:
+            needs, has = format_bytes(rounded), format_bytes(self.budget_bytes)
+            raise NeverFits(f"a read needs {needs} of staging and the budget has {has} for that: raise budget")
+        rounded = min(rounded, self.budget_bytes)
         with self._changed:
             while True:
                 area = next((area for area in self._free if rounded <= len(area.bytes)), None)

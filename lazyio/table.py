@@ -23,8 +23,12 @@ from lazyio.ple.headbias import HeadBias
 from lazyio.ple.plan import dedup
 from lazyio.ple.spec import TableSpec
 from lazyio.ple.tables import find_table
-from lazyio.rows import FEW_IDS, rows_of
+from lazyio.prefetch import Prefetcher, Ticket
+from lazyio.rows import FEW_IDS, StagedRows, rows_of
 from lazyio.staging import Staging
+
+# This part of the budget is for rows that were read ahead and not yet taken; gathers never wait for it.
+_AHEAD = 4
 
 
 class LazyTable:
@@ -45,11 +49,15 @@ class LazyTable:
     ) -> None:
         self.spec = spec
         self._fetcher, self.backend = open_fetcher(mode, spec, options, strict=strict)
-        self._staging = Staging(budget_bytes)
+        ahead_bytes = budget_bytes // _AHEAD
+        self._staging = Staging(budget_bytes - ahead_bytes)
         self._rows = rows_of(self._fetcher, spec, self._staging, options)
         if edited is not None:
             self._rows = OverlaidRows(self._rows, edited)
         self._gate = Gate()
+        # Where rows are copied from memory, there is no read to save.
+        lends = isinstance(self._rows, StagedRows)
+        self._prefetcher = Prefetcher(self._gate, self._rows, spec.row_bytes, ahead_bytes, lends=lends)
 
     @property
     def n_rows(self) -> int:
@@ -110,6 +118,17 @@ class LazyTable:
             self._rows.read(unique, packed, stats)
         return packed, inverse.reshape(asked.shape)
 
+    def prefetch(self, ids: Any) -> Ticket:
+        """Have the distinct rows of `ids` read by a thread of the table, and return at once.
+
+        Tickets are read one after the other, any number may be queued; docs/lookahead.md tells how many rows they hold
+        meanwhile. `ids` are as for `gather`, and are copied. Raises RowIndexError and TypeError as that does, and
+        TableError where the table is closed; what happens later is raised by the ticket's `result`.
+        """
+        asked = _integers(ids)
+        self._validate(asked)
+        return self._prefetcher.submit(np.array(asked, np.int64).reshape(-1), asked.shape)
+
     def decode(self, packed: Bytes, dtype: Any = np.float32, *, ids: Any = None) -> NDArray[Any]:
         """Turn packed rows, uint8 [..., row_bytes], into values [..., row_values] of `dtype` (float32 or float16).
 
@@ -125,7 +144,8 @@ class LazyTable:
         return decode(packed, self.dtype, dtype, scale=self.spec.scale, bias=bias)
 
     def close(self) -> None:
-        """Wait for gathers under way, then free everything. Harmless when done twice."""
+        """Wait for gathers under way, cancel tickets not begun, then free everything. Harmless when done twice."""
+        self._prefetcher.close()
         if self._gate.close():
             self._rows.close()
             self._fetcher.close()

@@ -17,6 +17,7 @@ CHECKOUT = Path(__file__).parents[2]
 PUBLIC = [
     "MODES",
     "Backend",
+    "Cancelled",
     "LazyIOError",
     "LazyTable",
     "NetworkFilesystemWarning",

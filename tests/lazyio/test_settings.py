@@ -117,8 +117,8 @@ def test_fetchers_of_third_parties_are_modes(monkeypatch: pytest.MonkeyPatch) ->
         ("uring", {"workers", "reserve"}),
         ("on-direct", {"queue_depth", "reserve"}),
         ("pread", {"queue_depth", "reserve"}),
-        ("on", {"direct_io", "workers", "queue_depth", "block_bytes", "budget", "reserve"}),
-        ("off", {"direct_io", "workers", "queue_depth", "block_bytes", "budget", "mmap_rss", "mmap_safe"}),
+        ("on", {"direct_io", "workers", "queue_depth", "block_bytes", "reserve"}),
+        ("off", {"direct_io", "workers", "queue_depth", "block_bytes", "mmap_rss", "mmap_safe"}),
     ],
 )
 def test_which_settings_have_effect_in_which_mode(mode: str, without_effect: set[str]) -> None:

@@ -1,0 +1,383 @@
+"""Tickets: rows as gather_unique gives them, whatever happens to the table, its threads and its process meanwhile."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lazyio import Cancelled, LazyTable, ReadError, RowIndexError, TableError, TableSpec, prefetch
+from lazyio.fetchers.conformance import MadeTable, run_in_child
+from lazyio.prefetch import Ticket
+
+OpenWay = Callable[..., LazyTable]
+MIB = 1 << 20
+RANDOM = np.random.default_rng(3)
+ASKED: list[Any] = [
+    [],
+    np.empty((0, 3), np.int32),
+    5,
+    [0, 4200, 0],
+    [7] * 3000,
+    RANDOM.integers(0, 4201, (13, 7)),
+    RANDOM.integers(0, 4201, (3, 4, 5)).T,
+    RANDOM.integers(0, 4201, 3000, dtype=np.uint32),
+    np.arange(4201)[::-1],
+]
+
+
+def check_result(ticket: Ticket, made: MadeTable, ids: Any) -> None:
+    rows, inverse = ticket.result()
+    unique, expected = np.unique(np.asarray(ids, np.int64), return_inverse=True)
+    np.testing.assert_array_equal(rows, made.content[unique])
+    np.testing.assert_array_equal(inverse, expected.reshape(np.shape(ids)))
+    assert inverse.dtype == np.int64
+
+
+def threads_that_read() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "lazyio prefetch"]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class Held:
+    """A table whose reads wait until they are let go."""
+
+    def __init__(self, table: LazyTable) -> None:
+        self.table = table
+        self.fetcher: Any = table._fetcher
+        self.fetcher.may_go_on.clear()
+
+    def reading(self) -> None:
+        """Wait until a read is under way."""
+        assert self.fetcher.reading.wait(30)
+
+    def let_go(self) -> None:
+        self.fetcher.may_go_on.set()
+
+
+@pytest.fixture
+def held(double: LazyTable) -> Iterator[Held]:
+    held = Held(double)
+    yield held
+    held.let_go()
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_those_of_gather_unique(open_way: OpenWay, spec: TableSpec, made: MadeTable) -> None:
+    with open_way(spec) as table:
+        tickets = [table.prefetch(ids) for ids in ASKED]
+        for ticket, ids in zip(tickets, ASKED, strict=True):
+            check_result(ticket, made, ids)
+            assert ticket.done()
+
+
+def test_results_in_any_order_and_more_than_once(double: LazyTable, made: MadeTable) -> None:
+    asked = [RANDOM.integers(0, 4201, 500) for _ in range(20)]
+    tickets = [double.prefetch(ids) for ids in asked]
+    for number in (*RANDOM.permutation(20), 3, 3):
+        check_result(tickets[number], made, asked[number])
+
+
+def test_ids_are_copied_and_rows_are_read_only(held: Held, made: MadeTable) -> None:
+    ids = np.arange(100)
+    first = held.table.prefetch([1])
+    ticket = held.table.prefetch(ids)
+    ids[:] = 7
+    held.let_go()
+    check_result(ticket, made, np.arange(100))
+    check_result(first, made, [1])
+    assert not ticket.result()[0].flags.writeable
+
+
+def test_what_is_wrong_with_ids_is_said_at_once(double: LazyTable) -> None:
+    with pytest.raises(RowIndexError, match="row 4201 is outside"):
+        double.prefetch([0, 4201])
+    with pytest.raises(TypeError, match="must be integers"):
+        double.prefetch([0.5])
+    assert not threads_that_read()
+
+
+def test_tickets_are_counted_as_gathers(double: LazyTable) -> None:
+    double.prefetch([1, 1, 2]).result()
+    stats = double.stats()
+    assert (stats.gathers, stats.rows, stats.unique_rows, stats.lent_rows) == (1, 3, 2, 0)
+
+
+def test_threads_take_from_one_table(double: LazyTable, made: MadeTable) -> None:
+    def work(seed: int) -> None:
+        asked = [np.random.default_rng([seed, turn]).integers(0, 4201, 300) for turn in range(8)]
+        tickets = [double.prefetch(ids) for ids in asked]
+        for ticket, ids in zip(tickets, asked, strict=True):
+            check_result(ticket, made, ids)
+            np.testing.assert_array_equal(double.gather(ids), made.content[ids])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert len(threads_that_read()) == 1
+
+
+# --- rows that another ticket has ------------------------------------------------------------------------------------
+
+
+def test_rows_of_earlier_tickets_are_not_read_again(double: LazyTable, made: MadeTable) -> None:
+    asked = [np.arange(0, 2000, 2), np.arange(500, 2500), np.arange(400, 2600), np.arange(600, 700)]
+    tickets = [double.prefetch(ids) for ids in asked]
+    for ticket, ids in zip(tickets, asked, strict=True):
+        check_result(ticket, made, ids)
+    stats = double.stats()
+    assert stats.unique_rows == len(np.unique(np.concatenate(asked)))
+    assert stats.unique_rows + stats.lent_rows == sum(map(len, asked))
+
+
+def test_rows_of_forgotten_and_cancelled_tickets_are_read(double: LazyTable, made: MadeTable) -> None:
+    ids = np.arange(1000)
+    double.prefetch(ids).result()
+    cancelled = double.prefetch(ids)
+    until(cancelled.done)
+    cancelled.cancel()
+    check_result(double.prefetch(ids), made, ids)
+    assert double.stats().lent_rows == 0
+
+
+def test_copying_from_memory_borrows_nothing(spec: TableSpec, made: MadeTable) -> None:
+    from lazyio import open_table
+
+    with open_table(spec, mode="on") as table:
+        first = table.prefetch(np.arange(100))
+        check_result(first, made, np.arange(100))
+        check_result(table.prefetch(np.arange(100)), made, np.arange(100))
+        assert table.stats().lent_rows == 0
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_tickets_and_a_tiny_budget(
+    open_double: Callable[..., LazyTable], spec: TableSpec, made: MadeTable
+) -> None:
+    """Which would need seven times the memory that there is; gathers go on meanwhile."""
+    with open_double(spec, budget_bytes=MIB) as table:
+        asked = [RANDOM.integers(0, 4201, 250) for _ in range(100)]
+        tickets = [table.prefetch(ids) for ids in asked]
+        until(lambda: sum(ticket.done() for ticket in tickets) >= 5)
+        time.sleep(0.05)
+        begun = sum(ticket.done() for ticket in tickets)
+        assert begun < 20
+        assert table._prefetcher.held_bytes() <= MIB // 4
+        np.testing.assert_array_equal(table.gather(asked[99]), made.content[asked[99]])
+        for number in (99, 50, *range(50), *range(51, 99)):
+            check_result(tickets[number], made, asked[number])
+            assert table._prefetcher.held_bytes() <= MIB // 4
+        assert table._prefetcher.held_bytes() == 0
+
+
+@pytest.mark.parametrize("way", ["taken", "cancelled", "forgotten"])
+def test_room_is_made(open_double: Callable[..., LazyTable], spec: TableSpec, way: str) -> None:
+    with open_double(spec, budget_bytes=MIB) as table:
+        first, second = table.prefetch(np.arange(2000)), table.prefetch(np.arange(2000, 4000))
+        until(first.done)
+        time.sleep(0.02)
+        assert not second.done()
+        if way == "taken":
+            first.result()
+        elif way == "cancelled":
+            first.cancel()
+        else:
+            del first
+            third = table.prefetch([1])  # whatever happens next wakes the thread
+            until(third.done)
+        until(second.done)
+
+
+def test_a_ticket_that_has_no_room_is_read_when_it_is_asked_for(
+    open_double: Callable[..., LazyTable], spec: TableSpec, made: MadeTable
+) -> None:
+    with open_double(spec, budget_bytes=MIB) as table:
+        ticket, other = table.prefetch(np.arange(4201)), table.prefetch([1])
+        time.sleep(0.02)
+        assert not ticket.done()
+        check_result(other, made, [1])
+        check_result(ticket, made, np.arange(4201))
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_ticket_is_cancelled_before_during_and_after_its_read(held: Held, made: MadeTable) -> None:
+    during, before, after = (held.table.prefetch([number, 9]) for number in (1, 2, 3))
+    held.reading()
+    during.cancel()
+    before.cancel()
+    for ticket in (during, before):
+        assert ticket.done()
+        with pytest.raises(Cancelled, match="cancelled before its rows were taken"):
+            ticket.result()
+    held.let_go()
+    until(after.done)
+    after.cancel()
+    with pytest.raises(Cancelled):
+        after.result()
+    assert [len(plan) for plan in held.fetcher.plans] == [2, 2]
+    assert held.table._prefetcher.held_bytes() == 0
+    taken = held.table.prefetch([4])
+    check_result(taken, made, [4])
+    taken.cancel()
+    check_result(taken, made, [4])
+
+
+def test_who_waits_for_a_ticket_learns_that_it_was_cancelled(held: Held) -> None:
+    held.table.prefetch([1])
+    ticket = held.table.prefetch([2])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ticket.result)
+        held.reading()
+        ticket.cancel()
+        with pytest.raises(Cancelled):
+            waiting.result(timeout=30)
+
+
+def test_a_forgotten_ticket_is_not_read(held: Held, made: MadeTable) -> None:
+    first = held.table.prefetch([1])
+    held.reading()
+    held.table.prefetch([2])
+    last = held.table.prefetch([3])
+    held.let_go()
+    check_result(last, made, [3])
+    check_result(first, made, [1])
+    assert len(held.fetcher.plans) == 2
+
+
+def test_failures_are_raised_by_the_result(double: LazyTable, made: MadeTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = double.prefetch([1])
+    check_result(good, made, [1])
+
+    def fail(*_: Any) -> None:
+        raise ReadError("the disk is gone", path="a", offset=0, wanted=90, got=None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(double._fetcher, "read", fail)
+        bad = double.prefetch([2])
+        for _ in range(2):
+            with pytest.raises(ReadError, match="the disk is gone"):
+                bad.result()
+    check_result(double.prefetch([2]), made, [2])
+    assert double._staging._lent == []
+
+
+def test_closing_waits_for_the_read_and_cancels_the_rest(held: Held, made: MadeTable) -> None:
+    reading, queued = held.table.prefetch([1]), held.table.prefetch([2])
+    held.reading()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(queued.result)
+        until(lambda: len(held.table._prefetcher._awaited) == 1)
+        closing = pool.submit(held.table.close)
+        with pytest.raises(Cancelled, match="the table was closed before"):
+            waiting.result(timeout=30)
+        assert not closing.done()
+        held.let_go()
+        closing.result(timeout=30)
+    check_result(reading, made, [1])
+    assert not threads_that_read()
+    with pytest.raises(TableError, match="the table is closed"):
+        held.table.prefetch([1])
+    held.table.close()
+
+
+def test_an_idle_thread_ends_and_the_next_ticket_starts_another(
+    double: LazyTable, made: MadeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "_IDLE_S", 0.01)
+    for ids in ([1], [2]):
+        check_result(double.prefetch(ids), made, ids)
+        until(lambda: not threads_that_read())
+
+
+def test_a_table_that_is_forgotten_takes_its_thread_along(
+    open_double: Callable[..., LazyTable], spec: TableSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "_IDLE_S", 0.01)
+    table = open_double(spec, budget_bytes=MIB)
+    tickets = [table.prefetch(np.arange(start, start + 2000)) for start in (0, 500, 1000)]
+    until(tickets[0].done)
+    del table, tickets
+    gc.collect()
+    until(lambda: not threads_that_read())
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_child_has_what_was_read_and_learns_that_the_rest_never_will_be(held: Held, made: MadeTable) -> None:
+    held.let_go()
+    finished = held.table.prefetch([5, 6])
+    until(finished.done)
+    held.fetcher.may_go_on.clear()
+    held.fetcher.reading.clear()
+    reading, queued = held.table.prefetch([1]), held.table.prefetch([2])
+    held.reading()
+
+    def check() -> None:
+        # The parent's thread may be inside either of them.
+        held.fetcher.may_go_on, held.fetcher.reading = threading.Event(), threading.Event()
+        held.let_go()
+        for ticket in (reading, queued):
+            with pytest.raises(Cancelled, match="the process forked before"):
+                ticket.result()
+        check_result(finished, made, [5, 6])
+        check_result(held.table.prefetch([1, 5]), made, [1, 5])
+        held.table.close()
+        assert not threads_that_read()
+
+    run_in_child(check)
+    held.let_go()
+    check_result(reading, made, [1])
+    check_result(queued, made, [2])
+
+
+def test_children_of_a_table_that_reads_ahead(open_way: OpenWay, spec: TableSpec, made: MadeTable) -> None:
+    ids = RANDOM.integers(0, 4201, 1000)
+    with open_way(spec) as table:
+        for _ in range(3):
+            tickets = [table.prefetch(ids) for _ in range(4)]
+
+            def check() -> None:
+                check_result(table.prefetch(ids), made, ids)
+                table.close()
+
+            run_in_child(check)
+            for ticket in tickets:
+                check_result(ticket, made, ids)
+
+
+ENDING = """
+import sys, numpy as np
+from lazyio import open_table, raw_table
+table = open_table(raw_table(sys.argv[1], row_bytes=90), mode=sys.argv[2])
+tickets = [table.prefetch(np.random.default_rng(n).integers(0, 100_000, 5000)) for n in range(200)]
+tickets[0].result()
+print("ends")
+"""
+
+
+@pytest.mark.parametrize("mode", ["uring", "on-direct", "on", "off"])
+def test_an_interpreter_ends_with_tickets_in_flight(tmp_path: Any, mode: str) -> None:
+    path = tmp_path / "rows"
+    with path.open("wb") as file:
+        file.truncate(90 * 100_000)
+    command = [sys.executable, "-W", "error", "-c", ENDING, str(path), mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
