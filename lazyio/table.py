@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
@@ -13,7 +15,8 @@ from numpy.typing import NDArray
 
 from lazyio import settings
 from lazyio.errors import NetworkFilesystemWarning, RowIndexError, SettingError, TableError
-from lazyio.fetchers.base import Bytes, Extent, FetcherOptions, Int64
+from lazyio.fetchers.base import Bytes, Extent, Fetcher, FetcherOptions, Int64
+from lazyio.fetchers.trace import TracedFetcher, TracedRowFetcher
 from lazyio.gate import Gate, Gather, TableStats
 from lazyio.host import filesystem_of
 from lazyio.modes import open_fetcher
@@ -24,8 +27,13 @@ from lazyio.ple.plan import dedup
 from lazyio.ple.spec import TableSpec
 from lazyio.ple.tables import find_table
 from lazyio.prefetch import Prefetcher, Ticket
-from lazyio.rows import FEW_IDS, StagedRows, rows_of
+from lazyio.recording import RecordedRows, Recorder
+from lazyio.rows import FEW_IDS, Rows, StagedRows, rows_of
 from lazyio.staging import Staging
+from lazyio.verify import VerifiedRows
+
+#: Puts something around a fetcher, or another in its place.
+Wrap = Callable[[Fetcher], Fetcher]
 
 # This part of the budget is for rows that were read ahead and not yet taken; gathers never wait for it.
 _AHEAD = 4
@@ -46,17 +54,23 @@ class LazyTable:
         strict: bool,
         budget_bytes: int,
         edited: EditedRows | None = None,
+        verify: int = 0,
+        wrap: Wrap | None = None,
     ) -> None:
         self.spec = spec
         self._fetcher, self.backend = open_fetcher(mode, spec, options, strict=strict)
+        if wrap is not None:
+            self._fetcher = wrap(self._fetcher)
         ahead_bytes = budget_bytes // _AHEAD
         self._staging = Staging(budget_bytes - ahead_bytes)
-        self._rows = rows_of(self._fetcher, spec, self._staging, options)
-        if edited is not None:
-            self._rows = OverlaidRows(self._rows, edited)
+        self._rows: Rows = rows_of(self._fetcher, spec, self._staging, options)
         self._gate = Gate()
         # Where rows are copied from memory, there is no read to save.
         lends = isinstance(self._rows, StagedRows)
+        if verify:
+            self._rows = VerifiedRows(self._rows, spec.extents, spec.row_bytes, verify)
+        if edited is not None:
+            self._rows = OverlaidRows(self._rows, edited)
         self._prefetcher = Prefetcher(self._gate, self._rows, spec.row_bytes, ahead_bytes, lends=lends)
 
     @property
@@ -128,6 +142,35 @@ class LazyTable:
         asked = _integers(ids)
         self._validate(asked)
         return self._prefetcher.submit(np.array(asked, np.int64).reshape(-1), asked.shape)
+
+    @contextmanager
+    def record(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Record, for the length of a with block, the rows of every gather and ticket; write them to `path` at its end.
+
+        The file is a trace that `lazyio bench --trace` replays; docs/wrappers.md lists its arrays. Of a ticket it has
+        the distinct rows that were read. The reads of the fetcher are in it where the table was opened with
+        `wrap=traced`.
+        Raises SettingError where the file can't be written, or this table is being recorded already.
+        """
+        recorder = Recorder(path)
+        try:
+            with self._gate.lock:
+                if isinstance(self._rows, RecordedRows):
+                    raise SettingError(f"{self.spec.tensor} is being recorded already: end that before {path}")
+                before = self._rows
+                self._rows = self._prefetcher.rows = RecordedRows(before, recorder)
+            listening = self._fetcher if isinstance(self._fetcher, TracedFetcher | TracedRowFetcher) else None
+            if listening is not None:
+                listening.listener = recorder.read
+            try:
+                yield
+            finally:
+                self._rows = self._prefetcher.rows = before
+                if listening is not None:
+                    listening.listener = None
+                recorder.save()
+        finally:
+            recorder.close()
 
     def decode(self, packed: Bytes, dtype: Any = np.float32, *, ids: Any = None) -> NDArray[Any]:
         """Turn packed rows, uint8 [..., row_bytes], into values [..., row_values] of `dtype` (float32 or float16).
@@ -230,6 +273,8 @@ def open_table(
     mmap_rss: int | str | None = None,
     mmap_safe: bool | None = None,
     overlay: Overlay | None = None,
+    verify: int | None = None,
+    wrap: Wrap | None = None,
     extra: dict[str, Any] | None = None,
 ) -> LazyTable:
     """Open a table in a GGUF file (any part of a split one), a safetensors file or a folder of those.
@@ -239,7 +284,8 @@ def open_table(
     (`LAZYIO_...`), else from the defaults that docs/settings.md lists. Sizes are bytes, or text such as "512MiB".
     A raw file is opened through `lazyio.ple.raw.raw_table(...)`, whose spec is given as `path`. `extra` is handed to
     fetchers of third parties. `overlay` is packed rows by id, or the path of an .npz file with `ids` int64 [n] and
-    `rows` uint8 [n, row_bytes]: they are served in place of the stored ones.
+    `rows` uint8 [n, row_bytes]: they are served in place of the stored ones. `wrap` is called with the fetcher and
+    returns one to use in its place, such as `lazyio.fetchers.trace.traced`; docs/wrappers.md has those there are.
 
     Raises TableError where there is no such table or its file can't be used, SettingError for a setting that is
     malformed or has no effect in this mode, NeverFits where mode off is asked for and memory does not suffice,
@@ -254,6 +300,7 @@ def open_table(
         "reserve": reserve,
         "mmap_rss": mmap_rss,
         "mmap_safe": mmap_safe,
+        "verify": verify,
     }
     mode = settings.resolve("lazy_mode", mode)
     settings.check(mode, given)
@@ -269,6 +316,8 @@ def open_table(
         strict=settings.resolve("strict", strict),
         budget_bytes=settings.resolve("budget", budget),
         edited=None if overlay is None else read_overlay(overlay, spec),
+        verify=settings.resolve("verify", verify),
+        wrap=wrap,
     )
 
 
