@@ -26,6 +26,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, path: str, folder: Path, file_of: Mapping[str, str], headers: Headers) -> None:
         self.path = path
+        self.folder = folder
         self._file_of = file_of
         self._headers = headers  # of the files read so far
         self._config_path = str(folder / "config.json")

@@ -54,7 +54,7 @@ def build_table(checkpoint: Checkpoint, table: str, parts: Sequence[str], *, is_
     layouts that can't be read row by row.
     """
     if parts != (table,):
-        _check_numbers(checkpoint, table, parts)
+        check_numbers(checkpoint, table, parts)
     _refuse_other_layouts(checkpoint, table, parts)
     tensors = [_as_rows(checkpoint.tensor(part)) for part in parts]
     row_bytes = _row_bytes(tensors)
@@ -76,7 +76,8 @@ def build_table(checkpoint: Checkpoint, table: str, parts: Sequence[str], *, is_
     )
 
 
-def _check_numbers(checkpoint: Checkpoint, table: str, parts: Sequence[str]) -> None:
+def check_numbers(checkpoint: Checkpoint, table: str, parts: Sequence[str]) -> None:
+    """Raise TableError if the shards of a table are not numbered 0, 1, 2 and so on."""
     for wanted, part in enumerate(parts):
         shard = _SHARD.fullmatch(part)
         number = -1 if shard is None else int(shard["number"])
