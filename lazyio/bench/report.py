@@ -60,7 +60,7 @@ def _columns(summary: SectionSummary, decode: bool) -> dict[str, Callable[[ArmSu
     columns["rounds\nslower"] = lambda arm: _slower(arm.speedup_over.get(first))
     if cold:
         columns["user us\na row"] = lambda arm: _median(arm.user_us_per_row, ratio)
-    else:
+    elif not decode:
         columns["rows a\nCPU second"] = lambda arm: _median(arm.rows_per_cpu_s, short)
     return columns
 
