@@ -109,8 +109,8 @@ def find_split_table(checkpoint: SafetensorsCheckpoint, tensor: str | None, grou
     if len(wanted) != 1:
         asked = "per-layer embedding table" if tensor is None else f"table {tensor}"
         raise TableError(
-            f"{checkpoint.path} has {len(wanted) or 'no'} {asked} in MLX's layout of weight, scales and biases; in that "
-            f"layout are: {', '.join(list(tables)[:8]) or 'none'}"
+            f"{checkpoint.path} has {len(wanted) or 'no'} {asked} in MLX's layout of weight, scales and biases; in it "
+            f"are: {', '.join(list(tables)[:8]) or 'none'}"
         )
     (name,) = wanted
     if tables[name] != (name,):

@@ -172,7 +172,7 @@ def test_models_without_such_a_table(tmp_path: Path, run: Any) -> None:
 
 
 def test_a_table_by_name(tmp_path: Path, run: Any) -> None:
-    assert f"has no table x in MLX's layout of weight, scales and biases; in that layout are: {KEY}.weight" in refusal(
+    assert f"has no table x in MLX's layout of weight, scales and biases; in it are: {KEY}.weight" in refusal(
         tmp_path, run, Made(4), "--tensor", "x"
     )
     assert run(tmp_path / "model", tmp_path / "new", "--tensor", KEY).exit_code == 0
@@ -210,7 +210,4 @@ def test_a_failure_leaves_no_table(tmp_path: Path, tool: Any, run: Any, monkeypa
     done = run(model, tmp_path / "new")
     assert done.exit_code == 2
     assert "No space left on device" in done.output
-    assert list((tmp_path / "new").glob("*")) + list((tmp_path / "new").glob(".*")) in (
-        [],
-        [tmp_path / "new/config.json"],
-    )
+    assert list((tmp_path / "new").iterdir()) == []
