@@ -87,8 +87,7 @@ def test_pages_come_into_memory(adviser: Adviser, tmp_path: Path) -> None:
 
 def resident(address: int) -> np.ndarray:
     flags = np.zeros(PAGES, np.uint8)
-    arguments = ctypes.c_void_p(address), ctypes.c_size_t(PAGES * PAGE), ctypes.c_void_p(flags.ctypes.data)
-    assert libc().mincore(*arguments) == 0
+    assert libc().mincore(address, PAGES * PAGE, flags.ctypes.data) == 0
     return flags & 1 == 1
 
 

@@ -12,6 +12,7 @@ from lazyio import LazyTable, TableSpec, Unsupported, modes, open_table
 from lazyio.fetchers import Fetcher, FetcherOptions, ReadPlan, ReadStats
 from lazyio.fetchers.base import Bytes, Landed
 from lazyio.fetchers.conformance import MadeTable, write_rows
+from lazyio.fetchers.mapping import MappedRows
 
 #: Opens a table in one of the ways that there are; further arguments go to `open_table`.
 OpenWay = Callable[..., LazyTable]
@@ -141,3 +142,9 @@ def spec_of(made: MadeTable) -> TableSpec:
         row_bytes=row_bytes,
         extents=made.extents,
     )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seems_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test's files were just written and are all in the page cache; read them all the same, as if they were not."""
+    monkeypatch.setattr(MappedRows, "_seem_cached", lambda *_: False)
