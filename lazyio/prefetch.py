@@ -70,7 +70,7 @@ class Prefetcher:
     """
 
     def __init__(self, gate: Gate, rows: Rows, row_bytes: int, limit_bytes: int, *, lends: bool) -> None:
-        self._gate, self._rows, self._row_bytes, self._lends = gate, rows, row_bytes, lends
+        self._gate, self.rows, self._row_bytes, self._lends = gate, rows, row_bytes, lends
         self.limit_bytes = limit_bytes
         self._closed = False
         self._begin()
@@ -220,11 +220,11 @@ class Prefetcher:
             missing = self._borrow(unique, rows) if self._lends else None
             if missing is None:
                 stats.unique_rows = len(unique)
-                self._rows.read(unique, rows, stats)
+                self.rows.read(unique, rows, stats)
             else:
                 stats.unique_rows, stats.lent_rows = len(missing), len(unique) - len(missing)
                 read = np.empty((len(missing), self._row_bytes), np.uint8)
-                self._rows.read(unique[missing], read, stats)
+                self.rows.read(unique[missing], read, stats)
                 as_items(rows)[missing] = as_items(read)
         rows.flags.writeable = False
         return unique, inverse, rows

@@ -174,6 +174,12 @@ SETTINGS: dict[str, Setting] = {
             _MAPPING,
         ),
         Setting(
+            "verify",
+            _count(0, 1 << 20),
+            0,
+            "Rows of every gather, chosen at random, that are read once more through the page cache and compared.",
+        ),
+        Setting(
             "strict", _switch(), False, "Fail where something that was asked for can't be had, instead of falling back."
         ),
     )

@@ -68,7 +68,12 @@ class LazyTable:
         # Where rows are copied from memory, there is no read to save.
         lends = isinstance(self._rows, StagedRows)
         if verify:
-            self._rows = VerifiedRows(self._rows, spec.extents, spec.row_bytes, verify)
+            try:
+                self._rows = VerifiedRows(self._rows, spec.extents, spec.row_bytes, verify)
+            except BaseException:
+                self._rows.close()
+                self._fetcher.close()
+                raise
         if edited is not None:
             self._rows = OverlaidRows(self._rows, edited)
         self._prefetcher = Prefetcher(self._gate, self._rows, spec.row_bytes, ahead_bytes, lends=lends)

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lazyio import SettingError, TableSpec
+from lazyio import SettingError, TableError, TableSpec, open_table
 from lazyio.bench import workload
 from lazyio.fetchers.conformance import run_in_child
+from lazyio.fetchers.trace import traced
 from lazyio.gate import TableStats
 from lazyio.recording import RecordedRows, Recorder
 
@@ -148,3 +149,55 @@ def recorder_files(path: Path) -> list[int]:
 
 def size_of(descriptor: int) -> int:
     return os.fstat(descriptor).st_size
+
+
+# --- of a table ------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_recorded_between_two_moments(path: Path, spec: TableSpec) -> None:
+    with open_table(spec, mode="off", reserve=0, wrap=traced) as table:
+        table.gather([7])
+        with table.record(path):
+            table.gather([[5, 5], [4200, 1]])
+            table.gather_unique([9, 3, 9])
+            table.prefetch([8, 8, 2]).result()
+        table.gather([7])
+    with np.load(path) as trace:
+        assert trace["row_ids"].tolist() == [5, 5, 4200, 1, 3, 9, 2, 8]
+        assert trace["lengths"].tolist() == [4, 2, 2]
+        assert len(trace["gathers"]) == 3
+        assert trace["reads"][["windows", "bytes"]].tolist() == [(4, 360), (2, 180), (2, 180)]
+
+
+@pytest.mark.parametrize("mode", ["off", "on", "on-direct"])
+def test_other_tables_are_recorded_without_their_reads(path: Path, spec: TableSpec, mode: str) -> None:
+    with open_table(spec, mode=mode) as table, table.record(path):
+        table.gather([5, 6])
+    with np.load(path) as trace:
+        assert trace["row_ids"].tolist() == [5, 6]
+        assert len(trace["reads"]) == 0
+
+
+def test_a_table_is_recorded_once_at_a_time(path: Path, spec: TableSpec) -> None:
+    with open_table(spec, mode="on") as table:
+        with table.record(path):
+            other = table.record(path.with_name("other.npz"))
+            with pytest.raises(SettingError, match=r"rows is being recorded already: end that before .*other.npz"):
+                other.__enter__()
+            table.gather([1])
+        with table.record(path.with_name("next.npz")):
+            table.gather([2])
+    assert sorted(os.listdir(path.parent)) == ["next.npz", "run.npz"]
+
+
+def test_a_recording_survives_an_error_and_the_end_of_its_table(path: Path, spec: TableSpec) -> None:
+    def run() -> None:
+        with open_table(spec, mode="on") as table, table.record(path):
+            table.gather([1])
+            table.close()
+            table.gather([2])
+
+    with pytest.raises(TableError, match="closed"):
+        run()
+    with np.load(path) as trace:
+        assert trace["row_ids"].tolist() == [1]

@@ -2,14 +2,18 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lazyio import ReadError, TableSpec
+from lazyio import LazyTable, ReadError, TableSpec, open_table
+from lazyio.fetchers import Fetcher, ReadPlan, ReadStats
+from lazyio.fetchers.base import Landed
 from lazyio.fetchers.conformance import MadeTable
+from lazyio.fetchers.wrapping import take_after
 from lazyio.gate import TableStats
 from lazyio.verify import VerifiedRows
 
@@ -120,3 +124,85 @@ def test_closing_closes_what_is_verified_and_every_descriptor(made: MadeTable, s
     way.close()
     assert inner.closed
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- of a table ------------------------------------------------------------------------------------------------------
+
+
+class Shifted(Fetcher):
+    """Takes every row for the one before."""
+
+    def __init__(self, inner: Fetcher) -> None:
+        take_after(self, inner)
+        self.inner = inner
+
+    def read(self, plan: ReadPlan, buffer: np.ndarray, landed: Landed | None = None) -> ReadStats:
+        plan = replace(plan, offset=np.maximum(plan.offset - self.row_bytes, 0))
+        return self.inner.read(plan, buffer, landed)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Careless(Shifted):
+    """Takes what a read brings for what was asked."""
+
+    def read(self, plan: ReadPlan, buffer: np.ndarray, landed: Landed | None = None) -> ReadStats:
+        stats = self.inner.read(plan, buffer)
+        for dest in plan.dest.tolist():
+            buffer[dest + 50 : dest + self.row_bytes] = 0
+        return stats
+
+
+def open_staged(spec: TableSpec, wrap: Callable[[Fetcher], Fetcher], **more: Any) -> LazyTable:
+    """A table that takes its rows out of what a buffered fetcher reads, and not out of a map of it."""
+
+    def staged(fetcher: Fetcher) -> Fetcher:
+        wrapped = wrap(fetcher)
+        wrapped.direct_io = True
+        return wrapped
+
+    return open_table(spec, mode="on-direct", direct_io="off", wrap=staged, **more)
+
+
+def test_every_way_passes(open_way: Callable[..., LazyTable], spec: TableSpec, made: MadeTable) -> None:
+    with open_way(spec, verify=50) as table:
+        for ids in (np.arange(4201), np.array([3, 3, 4200]), np.empty(0, np.int64)):
+            np.testing.assert_array_equal(table.gather(ids), made.content[ids])
+        rows, _ = table.gather_unique([9, 2, 9])
+        np.testing.assert_array_equal(rows, made.content[[2, 9]])
+        rows, _ = table.prefetch([9, 2, 9]).result()
+        np.testing.assert_array_equal(rows, made.content[[2, 9]])
+
+
+@pytest.mark.parametrize("ids", [np.arange(900, 1400), np.array([900, 1300])])
+def test_a_fetcher_that_reads_at_a_wrong_offset_is_found(spec: TableSpec, ids: np.ndarray) -> None:
+    with open_staged(spec, Shifted, verify=4) as table:
+        for gather in (table.gather, table.gather_unique, lambda ids: table.prefetch(ids).result()):
+            with pytest.raises(ReadError, match=r"what was gathered is row \d+: it was read at a wrong offset"):
+                gather(ids)
+
+
+def test_a_fetcher_that_takes_short_reads_for_whole_is_found(spec: TableSpec) -> None:
+    with (
+        open_staged(spec, Careless, verify=1) as table,
+        pytest.raises(ReadError, match=r"differ from byte 50 .* short"),
+    ):
+        table.gather(np.arange(0, 1900, 2))
+
+
+def test_unless_asked_nothing_is_verified(spec: TableSpec) -> None:
+    with open_staged(spec, Shifted) as table:
+        table.gather(np.arange(900, 1400))
+
+
+def test_the_environment_asks_for_it(spec: TableSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYIO_VERIFY", "2")
+    with open_staged(spec, Shifted) as table, pytest.raises(ReadError, match="wrong offset"):
+        table.gather(np.arange(900, 1400))
+
+
+def test_edited_rows_are_not_compared_with_stored_ones(spec: TableSpec) -> None:
+    edited = {row: bytes(90) for row in range(20)}
+    with open_table(spec, mode="on", overlay=edited, verify=50) as table:
+        assert not table.gather(np.arange(20)).any()
