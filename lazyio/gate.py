@@ -16,16 +16,18 @@ class TableStats(ReadStats):
     """Counts since a table was opened; subtract two to get what lies between.
 
     `unique_rows` counts what was left after dedup; a fetcher whose rows lie in addressable memory needs none, and then
-    it stays 0; `lent_rows` are those that a ticket took from an earlier one instead. `reads` are what the fetcher asked
-    of the kernel: read calls, advised ranges of OS pages, or page faults that waited for the device. `service_s` sums
-    the time of each read from submission to completion, 0 where the kernel hides it. `wall_s` is time inside gathers,
-    summed over threads.
+    it stays 0; `lent_rows` are those that a ticket took from an earlier one instead. `cache_hits` are ids that the row
+    cache had: in a gather they are counted before dedup, in tickets and `gather_unique` after it. `reads` are what the
+    fetcher asked of the kernel: read calls, advised ranges of OS pages, or page faults that waited for the device.
+    `service_s` sums the time of each read from submission to completion, 0 where the kernel hides it. `wall_s` is time
+    inside gathers, summed over threads.
     """
 
     gathers: int = 0
     rows: int = 0
     unique_rows: int = 0
     lent_rows: int = 0
+    cache_hits: int = 0
     wall_s: float = 0.0
 
     def add(self, other: ReadStats) -> None:
@@ -36,6 +38,7 @@ class TableStats(ReadStats):
             self.rows += other.rows
             self.unique_rows += other.unique_rows
             self.lent_rows += other.lent_rows
+            self.cache_hits += other.cache_hits
             self.wall_s += other.wall_s
 
     def __sub__(self, earlier: TableStats) -> TableStats:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lazyio.fetchers.base import Bytes, Fetcher, FetcherOptions, Int64, ReadPlan, ReadStats, RowFetcher
 from lazyio.fetchers.mapping import MappedRows
 from lazyio.gate import TableStats
+from lazyio.ple.cache import RowCache
 from lazyio.ple.plan import Geometry, RowPlan, dedup, distinct_in_ranges
 from lazyio.ple.spec import TableSpec
 from lazyio.staging import Staging
@@ -26,6 +27,8 @@ _CHUNK_IDS = 1 << 16
 FEW_IDS = 64
 # A gather takes at most this part of the budget, so that several can run at once.
 _SHARE = 8
+# The row cache of a table whose reads leave nothing in the page cache.
+_CACHE_BYTES = 256 << 20
 # What a row costs beside its bytes while it is gathered: its id, place, order and inverse.
 _INDEX_BYTES_PER_ROW = 160
 
@@ -46,15 +49,22 @@ class Rows(Protocol):
         ...
 
 
-def rows_of(fetcher: Fetcher, spec: TableSpec, staging: Staging, options: FetcherOptions) -> Rows:
-    """The way that suits a fetcher.
+def rows_of(
+    fetcher: Fetcher, spec: TableSpec, staging: Staging, options: FetcherOptions, cache_bytes: int | None = 0
+) -> Rows:
+    """The way that suits a fetcher, with a row cache of `cache_bytes`; None is one where reads are direct.
 
-    Rows in addressable memory are copied. What a fetcher reads through the page cache is copied from a map of that,
-    once it is there. All else is read to staging, and taken out of it.
+    Rows in addressable memory are copied, and need no cache. What a fetcher reads through the page cache is copied from
+    a map of that, once it is there, unless a row cache was asked for. All else is read to staging, and taken out of it.
+    Raises NeverFits where `cache_bytes` is too little for a cache.
     """
     if isinstance(fetcher, RowFetcher):
         return AddressableRows(fetcher.take)
     staged = StagedRows(fetcher, spec, staging)
+    if cache_bytes is None:
+        cache_bytes = _CACHE_BYTES if fetcher.direct_io else 0
+    if cache_bytes:
+        return CachedRows(staged, RowCache(spec.rows, spec.row_bytes, cache_bytes))
     if fetcher.direct_io:
         return staged
     try:
@@ -90,26 +100,43 @@ class StagedRows:
         self._row_bytes, self._table_rows = spec.row_bytes, spec.rows
         self._geometry = Geometry(spec.extents, spec.row_bytes, fetcher.files.index)
         self._share_bytes = staging.budget_bytes // _SHARE
-        self._piece_rows = max(1, self._share_bytes // (2 * spec.row_bytes + _INDEX_BYTES_PER_ROW))
+        self.piece_rows = max(1, self._share_bytes // (2 * spec.row_bytes + _INDEX_BYTES_PER_ROW))
         # A window holds at least a row, and at most two blocks more.
         self._few_ids = min(FEW_IDS, self._share_bytes // (spec.row_bytes + 2 * fetcher.alignment.offset))
 
     def gather(self, asked: NDArray[Any], rows: Bytes, stats: TableStats) -> None:
         """Read each distinct row once; `Rows` has the contract."""
         if asked.size <= self._few_ids:
-            self._gather_few(asked.reshape(-1).tolist(), rows, stats)
-        elif asked.size <= self._piece_rows:
+            ids = asked.reshape(-1).tolist()
+            stats.unique_rows += len(set(ids))
+            self._gather_few(ids, rows, stats)
+        elif asked.size <= self.piece_rows:
             self._gather_once(np.ascontiguousarray(asked, np.int64).reshape(-1), rows, stats)
         else:
             self._gather_in_ranges(asked, rows, stats)
 
     def read(self, unique: Int64, rows: Bytes, stats: TableStats) -> None:
         """Read in pieces that keep to the budget; `Rows` has the contract."""
-        for start in range(0, len(unique), self._piece_rows):
-            piece = slice(start, start + self._piece_rows)
+        for start in range(0, len(unique), self.piece_rows):
+            piece = slice(start, start + self.piece_rows)
             plan = self._plan(unique[piece])
             with self._staging.lease(self._buffer_bytes(plan)) as buffer:
                 self._read(plan, buffer, rows[piece], stats)
+
+    @contextmanager
+    def packed(self, unique: Int64, stats: TableStats) -> Iterator[Bytes]:
+        """Read rows `unique`, which ascend and do not repeat, `piece_rows` at most; lend uint8 [unique, row_bytes]."""
+        if len(unique) <= self._few_ids:
+            few = np.empty((len(unique), self._row_bytes), np.uint8)
+            self._gather_few(unique.tolist(), few, stats)
+            yield few
+            return
+        plan = self._plan(unique)
+        buffer_bytes = self._buffer_bytes(plan)
+        with self._staging.lease(buffer_bytes + len(unique) * self._row_bytes) as area:
+            packed = area[buffer_bytes:].reshape(len(unique), self._row_bytes)
+            self._read(plan, area[:buffer_bytes], packed, stats)
+            yield packed
 
     def bring_in(self, absent: Int64) -> ReadStats:
         """Read rows for the sake of what that leaves in the page cache."""
@@ -129,7 +156,6 @@ class StagedRows:
             return
         reads, position = self._geometry.plan_few(ids, self._fetcher.alignment)
         self._check_files(reads)
-        stats.unique_rows = len(position)
         row_bytes, start = self._row_bytes, 0
         with self._staging.lease(reads.buffer_bytes) as buffer:
             stats.add(self._fetcher.read(reads, buffer))
@@ -140,30 +166,21 @@ class StagedRows:
 
     def _gather_once(self, ids: Int64, rows: Bytes, stats: TableStats) -> None:
         unique, inverse = dedup(ids)
-        with self._read_packed(unique, stats) as packed:
+        stats.unique_rows += len(unique)
+        with self.packed(unique, stats) as packed:
             packed.take(inverse, axis=0, out=rows, mode="clip")
 
     def _gather_in_ranges(self, asked: NDArray[Any], rows: Bytes, stats: TableStats) -> None:
         """Gather a request that is too long to be deduplicated at once, one range of ids after the other."""
         in_ranges = distinct_in_ranges(
-            lambda: (chunk for _, chunk in _chunks(asked)), self._table_rows, self._piece_rows
+            lambda: (chunk for _, chunk in _chunks(asked)), self._table_rows, self.piece_rows
         )
         for low, high, unique in in_ranges:
-            with self._read_packed(unique, stats) as packed:
+            stats.unique_rows += len(unique)
+            with self.packed(unique, stats) as packed:
                 for start, chunk in _chunks(asked):
                     here = np.flatnonzero((chunk >= low) & (chunk < high))
                     rows[start + here] = packed[unique.searchsorted(chunk[here])]
-
-    @contextmanager
-    def _read_packed(self, unique: Int64, stats: TableStats) -> Iterator[Bytes]:
-        """Read rows `unique` and lend them, packed: uint8 [unique, row_bytes]."""
-        stats.unique_rows += len(unique)
-        plan = self._plan(unique)
-        buffer_bytes = self._buffer_bytes(plan)
-        with self._staging.lease(buffer_bytes + len(unique) * self._row_bytes) as area:
-            packed = area[buffer_bytes:].reshape(len(unique), self._row_bytes)
-            self._read(plan, area[:buffer_bytes], packed, stats)
-            yield packed
 
     def _plan(self, unique: Int64) -> RowPlan:
         """Plan the reads of rows that ascend and do not repeat, of files that are still what they were."""
@@ -187,6 +204,46 @@ class StagedRows:
             extractor = _Extractor(piece, buffer, packed[first : first + len(piece.position)])
             stats.add(self._fetcher.read(piece.reads, buffer, extractor.landed))
             extractor.landed(len(piece.reads))
+
+
+class CachedRows:
+    """Rows that are copied from a cache, or read and then kept there."""
+
+    def __init__(self, staged: StagedRows, cache: RowCache) -> None:
+        self.staged, self.cache = staged, cache
+
+    def gather(self, asked: NDArray[Any], rows: Bytes, stats: TableStats) -> None:
+        """Copy what is held, and read each distinct row of the rest once; `Rows` has the contract."""
+        for start, ids in _chunks(asked, self.staged.piece_rows):
+            out = rows[start : start + len(ids)]
+            missing = self._copy_held(ids, out, stats)
+            if len(missing):
+                unique, inverse = dedup(ids[missing])
+                stats.unique_rows += len(unique)
+                self._read(unique, out, missing, inverse, stats)
+
+    def read(self, unique: Int64, rows: Bytes, stats: TableStats) -> None:
+        """Copy what is held, and read the rest; `Rows` has the contract."""
+        for start, ids in _chunks(unique, self.staged.piece_rows):
+            out = rows[start : start + len(ids)]
+            missing = self._copy_held(ids, out, stats)
+            if len(missing):
+                self._read(ids[missing], out, missing, slice(None), stats)
+
+    def close(self) -> None:
+        """Free the cache."""
+        self.cache.close()
+
+    def _copy_held(self, ids: Int64, out: Bytes, stats: TableStats) -> Int64:
+        missing = self.cache.take(ids, out)
+        stats.cache_hits += len(ids) - len(missing)
+        return missing
+
+    def _read(self, unique: Int64, out: Bytes, places: Int64, inverse: Int64 | slice, stats: TableStats) -> None:
+        """Read rows `unique`, keep them, and copy row `inverse[i]` of them to place `places[i]` of `out`."""
+        with self.staged.packed(unique, stats) as packed:
+            self.cache.insert(unique, packed)
+            as_items(out)[places] = as_items(packed)[inverse]
 
 
 class _Extractor:
@@ -220,8 +277,8 @@ def _items_anywhere(buffer: Bytes, row_bytes: int) -> NDArray[np.void]:
     return np.ndarray((len(buffer) - row_bytes + 1,), f"V{row_bytes}", buffer, strides=(1,))
 
 
-def _chunks(ids: NDArray[Any]) -> Iterator[tuple[int, Int64]]:
+def _chunks(ids: NDArray[Any], size: int = _CHUNK_IDS) -> Iterator[tuple[int, Int64]]:
     """Runs of ids in C order, with the place of the first: no copy of the whole, whatever its layout."""
     flat = ids.reshape(-1) if ids.flags.c_contiguous else ids.flat
-    for start in range(0, ids.size, _CHUNK_IDS):
-        yield start, np.asarray(flat[start : start + _CHUNK_IDS], np.int64)
+    for start in range(0, ids.size, size):
+        yield start, np.asarray(flat[start : start + size], np.int64)

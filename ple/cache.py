@@ -82,15 +82,8 @@ class RowCache:
                 f"row_cache is {format_bytes(budget_bytes)}, and {_WAYS} rows of {row_bytes} bytes, the least it can "
                 f"hold, take {set_bytes} bytes: raise it, or set it to 0"
             )
-        places = self._sets * _WAYS
-        self.memory_bytes = self._sets * set_bytes
         self._at_once = max(1, min(_AT_ONCE, _AT_ONCE_BYTES // row_bytes))
-        self._tags: NDArray[Any] = _memory(places * tag.itemsize).view(tag)
-        self._used = _memory(places)
-        self._rows = _memory(places * row_bytes).reshape(places, row_bytes)
-        # Whole sets as one item each, which numpy copies faster than eight.
-        self._sets_of_tags = self._tags.view(f"V{_WAYS * tag.itemsize}")
-        self._sets_of_used = self._used.view(f"V{_WAYS}")
+        self._allocate(self._sets * _WAYS, row_bytes, tag)
         self._epoch, self._renewed = 1, 0
         self._hits = self._misses = self._inserted = self._evicted = 0
         self.renew()
@@ -135,12 +128,25 @@ class RowCache:
             return CacheStats(
                 rows=int(np.count_nonzero(self._tags)),
                 capacity_rows=len(self._tags),
-                memory_bytes=self.memory_bytes,
+                memory_bytes=sum(part.nbytes for part in (self._tags, self._used, self._rows)),
                 hits=self._hits,
                 misses=self._misses,
                 inserted=self._inserted,
                 evicted=self._evicted,
             )
+
+    def close(self) -> None:
+        """Free the memory, when nobody uses the cache any more. What was counted stays."""
+        with self._lock:
+            self._allocate(0, self._rows.shape[1], self._tags.dtype)
+
+    def _allocate(self, places: int, row_bytes: int, tag: np.dtype[Any]) -> None:
+        self._tags: NDArray[Any] = _memory(places * tag.itemsize).view(tag)
+        self._used = _memory(places)
+        self._rows = _memory(places * row_bytes).reshape(places, row_bytes)
+        # Whole sets as one item each, which numpy copies faster than eight.
+        self._sets_of_tags = self._tags.view(f"V{_WAYS * tag.itemsize}")
+        self._sets_of_used = self._used.view(f"V{_WAYS}")
 
     def _take(self, ids: Int64, out: Bytes) -> Int64:
         home = self._home(ids)
@@ -217,6 +223,8 @@ def _ranked_in_sets(new: Int64, home: Int64) -> tuple[Int64, Int64]:
 
 def _memory(size: int) -> Bytes:
     """Zeros that begin at an OS page, in huge ones where the kernel has them: places are visited at random."""
+    if not size:
+        return np.empty(0, np.uint8)
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         area.madvise(mmap.MADV_HUGEPAGE)

@@ -149,6 +149,17 @@ def test_what_is_counted(cache: RowCache) -> None:
     assert stats.hit_rate == 2 / 13
 
 
+def test_closing_frees_the_memory_and_keeps_the_counts(cache: RowCache) -> None:
+    keep(cache, np.arange(10))
+    take(cache, np.arange(12))
+    cache.close()
+    stats = cache.stats()
+    assert (stats.rows, stats.capacity_rows, stats.memory_bytes) == (0, 0, 0)
+    assert (stats.hits, stats.misses, stats.inserted) == (10, 2, 10)
+    assert list(cache.held()) == []
+    cache.close()
+
+
 def test_all_that_is_held_is_listed_once(cache: RowCache) -> None:
     ids = np.random.default_rng(2).choice(1_000_000, 25_000, replace=False)
     keep(cache, ids)
