@@ -17,10 +17,13 @@ from lazyio.errors import (
 )
 from lazyio.gate import TableStats
 from lazyio.modes import MODES, Backend
+from lazyio.ple.cuts import plan_cuts
+from lazyio.ple.lookahead import Lookahead
 from lazyio.ple.raw import raw_table
 from lazyio.ple.rowids import row_ids_of
 from lazyio.ple.spec import NgramHash, TableSpec
 from lazyio.ple.tables import find_table, find_tables
+from lazyio.prefetch import Ticket
 from lazyio.table import LazyTable, open_table
 from lazyio.version import __version__
 
@@ -30,6 +33,7 @@ __all__ = [
     "Cancelled",
     "LazyIOError",
     "LazyTable",
+    "Lookahead",
     "NetworkFilesystemWarning",
     "NeverFits",
     "NgramHash",
@@ -40,11 +44,13 @@ __all__ = [
     "TableError",
     "TableSpec",
     "TableStats",
+    "Ticket",
     "Unsupported",
     "__version__",
     "find_table",
     "find_tables",
     "open_table",
+    "plan_cuts",
     "raw_table",
     "row_ids_of",
 ]
