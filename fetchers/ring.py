@@ -157,7 +157,7 @@ def library() -> ctypes.CDLL:
     raise Unsupported(
         "liburing is not to be found ("
         + "; ".join(failures)
-        + "): install the liburing package, or the system's liburing2"
+        + "): install the liburing package, or the system's liburing2, version 2.3 or newer"
     )
 
 
