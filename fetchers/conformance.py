@@ -13,6 +13,7 @@ A fetcher that can't work here skips the tests: call `pytest.skip(reason)` in `m
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import signal
@@ -93,7 +94,7 @@ def run_in_child(check: Callable[[], object], *, limit_s: float = 30) -> None:
     with open(reading, encoding="utf-8") as pipe:
         told = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code != -signal.SIGALRM, f"the child hung for {limit_s} s"
+    assert code != -signal.SIGALRM, f"the child hung for {limit_s} s:\n{told}"
     assert code >= 0, f"the child was killed by {signal.Signals(-code).name}"
     assert code == 0, f"the child failed:\n{told}"
 
@@ -102,6 +103,7 @@ def _be_the_child(check: Callable[[], object], writing: int, limit_s: float) -> 
     code = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, file=writing, chain=True)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         check()
         code = 0
