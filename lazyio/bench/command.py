@@ -32,7 +32,9 @@ def bench(
     ] = None,
     *,
     tensor: Annotated[str | None, typer.Option(help="Name of the table, where it is not found by itself.")] = None,
-    demo_dir: Annotated[Path | None, typer.Option(help="Folder of the demo table.  [default: ./lazyio-demo]")] = None,
+    demo_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the demo table.", show_default="./lazyio-demo")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all results to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results to this .png file.")] = None,
     cold: Annotated[
@@ -53,17 +55,19 @@ def bench(
     uniform: Annotated[bool, typer.Option("--uniform", help="Random tokens.", rich_help_panel=_ROWS)] = False,
     trace: Annotated[Path | None, typer.Option(help="Recorded gathers, a .npz file.", rich_help_panel=_ROWS)] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"How many tokens.  [default: {DEFAULT_TOKENS}]", rich_help_panel=_ROWS)
+        int | None,
+        typer.Option(min=1, help="How many tokens.", show_default=str(DEFAULT_TOKENS), rich_help_panel=_ROWS),
     ] = None,
     ubatch: Annotated[
-        int | None, typer.Option(min=1, help=f"Tokens a gather.  [default: {DEFAULT_UBATCH}]", rich_help_panel=_ROWS)
+        int | None,
+        typer.Option(min=1, help="Tokens a gather.", show_default=str(DEFAULT_UBATCH), rich_help_panel=_ROWS),
     ] = None,
     decode: Annotated[
         bool, typer.Option("--decode", help="Gathers of one token, each timed by itself.", rich_help_panel=_ROWS)
     ] = False,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help=f"How many steps to decode.  [default: {DEFAULT_STEPS}]", rich_help_panel=_ROWS),
+        typer.Option(min=1, help="How many steps to decode.", show_default=str(DEFAULT_STEPS), rich_help_panel=_ROWS),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of random tokens and orders.", rich_help_panel=_ROWS)] = 0,
     modes: Annotated[
@@ -86,11 +90,13 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="How often each mode runs.", rich_help_panel=_ROUNDS)] = 5,
     aa: Annotated[
         str | None,
-        typer.Option(help="The mode that runs twice a round.  [default: the last one]", rich_help_panel=_ROUNDS),
+        typer.Option(help="The mode that runs twice a round.", show_default="the last one", rich_help_panel=_ROUNDS),
     ] = None,
     limit_reads: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Reads of a limit arm.  [default: {DEFAULT_LIMIT_READS}]", rich_help_panel=_ROUNDS),
+        typer.Option(
+            min=1, help="Reads of a limit arm.", show_default=str(DEFAULT_LIMIT_READS), rich_help_panel=_ROUNDS
+        ),
     ] = None,
     min_iops: Annotated[
         float | None,
@@ -99,14 +105,18 @@ def bench(
     max_repeats: Annotated[
         int | None,
         typer.Option(
-            min=0, help=f"Repeats of all rounds together.  [default: {Rules(1).max_repeats}]", rich_help_panel=_ROUNDS
+            min=0,
+            help="Repeats of all rounds together.",
+            show_default=str(Rules(1).max_repeats),
+            rich_help_panel=_ROUNDS,
         ),
     ] = None,
     pause: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help=f"Seconds before a round below --min-iops is repeated.  [default: {Rules(1).pause_s:.0f}]",
+            help="Seconds before a round below --min-iops is repeated.",
+            show_default=f"{Rules(1).pause_s:.0f}",
             rich_help_panel=_ROUNDS,
         ),
     ] = None,
