@@ -54,6 +54,13 @@ def test_edited_rows_are_served_in_every_mode(open_way: Any, spec: TableSpec, ma
         np.testing.assert_array_equal(out, wanted[ids])
 
 
+def test_edited_rows_are_read_ahead_too(spec: TableSpec, made: MadeTable) -> None:
+    ids = [2500, 3, 17, 17]
+    with open_table(spec, mode="on", overlay=EDITED) as table:
+        rows, inverse = table.prefetch(ids).result()
+        np.testing.assert_array_equal(rows[inverse], edited(made.content)[ids])
+
+
 def test_an_overlay_from_a_file(tmp_path: Path, spec: TableSpec, made: MadeTable) -> None:
     path = save(tmp_path / "edited.npz")
     for form in (path, str(path)):
