@@ -16,6 +16,8 @@ from lazyio.bench.options import (
     DEFAULT_UBATCH,
     Request,
 )
+from lazyio.bench.pipeline import PipelineOutcome, execute_pipeline
+from lazyio.bench.pipeline_view import draw_pipeline, show_pipeline
 from lazyio.bench.plot import draw, require_matplotlib
 from lazyio.bench.report import WIDTH, show
 from lazyio.bench.rounds import Rules
@@ -23,6 +25,7 @@ from lazyio.bench.session import execute
 from lazyio.bench.workload import DEFAULT_TOKENS
 
 _TEMPERATURE, _ROWS, _READING, _ROUNDS = "Temperature", "Rows asked for", "Reading", "Rounds"
+_PIPELINE = "Reading ahead"
 
 
 def bench(
@@ -87,6 +90,22 @@ def bench(
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail instead of falling back.", rich_help_panel=_READING)
     ] = False,
+    pipeline: Annotated[
+        bool,
+        typer.Option(
+            "--pipeline",
+            help="Compare orders of reading and computing a prompt, instead of modes.",
+            rich_help_panel=_PIPELINE,
+        ),
+    ] = False,
+    compute_us_per_token: Annotated[
+        float | None,
+        typer.Option(min=1, help="What a token takes to compute, simulated by sleeping.", rich_help_panel=_PIPELINE),
+    ] = None,
+    spin: Annotated[
+        bool,
+        typer.Option("--spin", help="Simulate it by a busy loop that keeps the GIL.", rich_help_panel=_PIPELINE),
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often each mode runs.", rich_help_panel=_ROUNDS)] = 5,
     aa: Annotated[
         str | None,
@@ -129,11 +148,17 @@ def bench(
     console = Console()
     if not console.is_terminal:
         console.width = max(WIDTH, console.width)
-    outcome = execute(request, console)
-    show(outcome, console)
+    outcome = execute_pipeline(request, console) if pipeline else execute(request, console)
+    if isinstance(outcome, PipelineOutcome):
+        show_pipeline(outcome, console)
+    else:
+        show(outcome, console)
     if json is not None:
         json.write_text(json_format.dumps(outcome.as_json(), indent=1) + "\n")
         console.print(f"Results: {json}", highlight=False, markup=False, soft_wrap=True)
     if plot is not None:
-        draw(outcome, plot)
+        if isinstance(outcome, PipelineOutcome):
+            draw_pipeline(outcome, plot)
+        else:
+            draw(outcome, plot)
         console.print(f"Picture: {plot}", highlight=False, markup=False, soft_wrap=True)

@@ -30,6 +30,10 @@ _EXCLUDE = (
     ("--decode", "--tokens", "decoding goes in steps of one token: use --steps"),
     ("--decode", "--ubatch", "decoding goes in steps of one token"),
     ("--decode", "--limit-reads", "there the limit reads what each step needs"),
+    *(
+        ("--pipeline", other, "a pipeline is that of one cold prompt, in rounds of its own")
+        for other in ("--warm", "--preload", "--decode", "--trace", "--aa", "--min-iops", "--max-repeats")
+    ),
     ("--preload", "--cold", "a cold table has none of its rows in memory"),
     ("--preload", "--warm", "a warm table has all of its rows in memory"),
 )
@@ -37,6 +41,8 @@ _NEED = (
     ("--steps", "--decode"),
     ("--pause", "--min-iops"),
     ("--tensor", "PATH"),
+    ("--compute-us-per-token", "--pipeline"),
+    ("--spin", "--pipeline"),
 )
 # The device's limit is measured in cold rounds alone.
 _OF_THE_LIMIT = ("--min-iops", "--limit-reads")
@@ -71,6 +77,9 @@ class Request:
     min_iops: float | None = None
     max_repeats: int | None = None
     pause: float | None = None
+    pipeline: bool = False
+    compute_us_per_token: float | None = None
+    spin: bool = False
     demo_dir: Path | None = None
     json: Path | None = None
     plot: Path | None = None
@@ -86,6 +95,8 @@ class Request:
         for one, needed in _NEED:
             if one in given and needed not in given:
                 raise SettingError(f"{one} has no effect without {needed}")
+        if self.pipeline and not (self.compute_us_per_token or 0) > 0:
+            raise SettingError("--pipeline needs --compute-us-per-token: what a trunk takes with all rows in memory")
         if {"PATH", "--demo-dir"} <= given:
             raise SettingError("--demo-dir has no effect where PATH names a table")
         if "cold" not in self.sections and (ignored := sorted(given.intersection(_OF_THE_LIMIT))):

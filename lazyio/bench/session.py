@@ -28,7 +28,7 @@ def execute(request: Request, console: Console) -> Outcome:
     tables raise."""
     request.check()
     arms, twice = request.arms()
-    spec = _table(request, console)
+    spec = table_of(request, console)
     workload = request.workload(spec)
     sections = request.sections
     # Refused at once where no cold figure can be had, before anything takes time.
@@ -57,6 +57,7 @@ def execute(request: Request, console: Console) -> Outcome:
     return Outcome(spec, workload, limit, take, done, proved_pages)
 
 
-def _table(request: Request, console: Console) -> TableSpec:
+def table_of(request: Request, console: Console) -> TableSpec:
+    """The table that is asked for, or the demo table, which is made if it must be."""
     path = demo_table(request.demo_dir, console) if request.path is None else request.path
     return find_table(path, request.tensor)
