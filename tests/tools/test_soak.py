@@ -82,7 +82,7 @@ def test_what_grows_is_named(run: Run, tool: ModuleType, monkeypatch: pytest.Mon
             thread.start()
             kept.append(thread)
         else:
-            kept.append(np.ones(1 << 20, np.uint8))
+            kept.append(np.ones(4 << 20, np.uint8))
         soak.tally.rows += 1
 
     use = tool.Soak.__init__
@@ -94,7 +94,7 @@ def test_what_grows_is_named(run: Run, tool: ModuleType, monkeypatch: pytest.Mon
     monkeypatch.setattr(tool.Soak, "__init__", leaking)
     monkeypatch.setattr(tool, "_TOLERATED_BYTES", 4 << 20)
     try:
-        done = run("--rows", 30_000)
+        done = run("--rows", 12_000)
     finally:
         done_with.set()
         for each in kept:
