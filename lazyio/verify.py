@@ -63,7 +63,7 @@ class VerifiedRows:
         data = rows.data.cast("B")
         for _ in range(min(self._count, size)):
             place = int(self._random() * size)
-            row = int(asked.flat[place])
+            row = asked.item(place)
             extent, offset = self._place(row)
             stored = os.pread(self._descriptors[extent], row_bytes, offset)
             gathered = data[place * row_bytes : (place + 1) * row_bytes]
