@@ -17,6 +17,7 @@ from lazyio.errors import (
 )
 from lazyio.gate import TableStats
 from lazyio.modes import MODES, Backend
+from lazyio.ple.cache import CacheStats
 from lazyio.ple.cuts import plan_cuts
 from lazyio.ple.lookahead import Lookahead
 from lazyio.ple.raw import raw_table
@@ -25,11 +26,13 @@ from lazyio.ple.spec import NgramHash, TableSpec
 from lazyio.ple.tables import find_table, find_tables
 from lazyio.prefetch import Ticket
 from lazyio.table import LazyTable, open_table
+from lazyio.table_cache import TableCache
 from lazyio.version import __version__
 
 __all__ = [
     "MODES",
     "Backend",
+    "CacheStats",
     "Cancelled",
     "LazyIOError",
     "LazyTable",
@@ -41,6 +44,7 @@ __all__ = [
     "ReadError",
     "RowIndexError",
     "SettingError",
+    "TableCache",
     "TableError",
     "TableSpec",
     "TableStats",

@@ -138,6 +138,11 @@ class StagedRows:
             self._read(plan, area[:buffer_bytes], packed, stats)
             yield packed
 
+    def check_files_of(self, ids: Int64) -> None:
+        """Raise ReadError where a file that has one of these rows is not what it was."""
+        for file in self._geometry.files_of(ids):
+            self._fetcher.files.check(file)
+
     def bring_in(self, absent: Int64) -> ReadStats:
         """Read rows for the sake of what that leaves in the page cache."""
         stats = ReadStats()
@@ -235,6 +240,7 @@ class CachedRows:
         self.cache.close()
 
     def _copy_held(self, ids: Int64, out: Bytes, stats: TableStats) -> Int64:
+        self.staged.check_files_of(ids)  # of a file that has changed, what is held is no longer right
         missing = self.cache.take(ids, out)
         stats.cache_hits += len(ids) - len(missing)
         return missing

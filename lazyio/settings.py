@@ -99,6 +99,15 @@ def _size(least: int = 0, zero: str = "") -> Form:
     return Form(accepts, parse, lambda count: format_bytes(count) if count else "0")
 
 
+def _cache_size() -> Form:
+    size = _size(least=1 << 20, zero="is none")
+
+    def parse(text: str) -> int | None:
+        return None if text.lower() == "auto" else size.parse(text)
+
+    return Form(f"auto; {size.accepts}", parse, lambda count: "auto" if count is None else size.write(count))
+
+
 def _block() -> Form:
     most = 1 << 20
 
@@ -150,6 +159,14 @@ SETTINGS: dict[str, Setting] = {
             _size(least=1 << 20),
             512 << 20,
             "Memory of our own that a table may take for the blocks it has read, and for rows read ahead.",
+        ),
+        Setting(
+            "row_cache",
+            _cache_size(),
+            None,
+            "Memory for rows that were read, so that they are not read again. auto: 256MiB where reads bypass the page "
+            "cache, else none.",
+            ("auto", "uring", "on-direct"),
         ),
         Setting(
             "reserve",

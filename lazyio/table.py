@@ -28,8 +28,9 @@ from lazyio.ple.spec import TableSpec
 from lazyio.ple.tables import find_table
 from lazyio.prefetch import Prefetcher, Ticket
 from lazyio.recording import RecordedRows, Recorder
-from lazyio.rows import FEW_IDS, Rows, StagedRows, rows_of
+from lazyio.rows import FEW_IDS, AddressableRows, CachedRows, Rows, rows_of
 from lazyio.staging import Staging
+from lazyio.table_cache import TableCache
 from lazyio.verify import VerifiedRows
 
 #: Puts something around a fetcher, or another in its place.
@@ -42,7 +43,7 @@ _AHEAD = 4
 class LazyTable:
     """The rows of one table on disk. Use it from any number of threads, and as a context manager.
 
-    Made by `open_table`.
+    Made by `open_table`. `cache` is its row cache, None where it has none.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LazyTable:
         *,
         strict: bool,
         budget_bytes: int,
+        cache_bytes: int | None = 0,
         edited: EditedRows | None = None,
         verify: int = 0,
         wrap: Wrap | None = None,
@@ -63,10 +65,15 @@ class LazyTable:
             self._fetcher = wrap(self._fetcher)
         ahead_bytes = budget_bytes // _AHEAD
         self._staging = Staging(budget_bytes - ahead_bytes)
-        self._rows: Rows = rows_of(self._fetcher, spec, self._staging, options)
         self._gate = Gate()
+        try:
+            self._rows: Rows = rows_of(self._fetcher, spec, self._staging, options, cache_bytes)
+        except BaseException:
+            self._fetcher.close()
+            raise
+        self.cache = TableCache(self._rows, spec, self._gate) if isinstance(self._rows, CachedRows) else None
         # Where rows are copied from memory, there is no read to save.
-        lends = isinstance(self._rows, StagedRows)
+        lends = not isinstance(self._rows, AddressableRows)
         if verify:
             try:
                 self._rows = VerifiedRows(self._rows, spec.extents, spec.row_bytes, verify)
@@ -274,6 +281,7 @@ def open_table(
     queue_depth: int | None = None,
     block_bytes: int | str | None = None,
     budget: int | str | None = None,
+    row_cache: int | str | None = None,
     reserve: int | str | None = None,
     mmap_rss: int | str | None = None,
     mmap_safe: bool | None = None,
@@ -302,6 +310,7 @@ def open_table(
         "queue_depth": queue_depth,
         "block_bytes": block_bytes,
         "budget": budget,
+        "row_cache": row_cache,
         "reserve": reserve,
         "mmap_rss": mmap_rss,
         "mmap_safe": mmap_safe,
@@ -320,6 +329,7 @@ def open_table(
         options,
         strict=settings.resolve("strict", strict),
         budget_bytes=settings.resolve("budget", budget),
+        cache_bytes=settings.resolve("row_cache", row_cache),
         edited=None if overlay is None else read_overlay(overlay, spec),
         verify=settings.resolve("verify", verify),
         wrap=wrap,

@@ -89,6 +89,7 @@ class Geometry:
         self._first = np.array(self._firsts, np.int64)
         self._files = [file_index[extent.path] for extent in extents]
         self._file = np.array(self._files, np.int32)
+        self._all_files = sorted(set(self._files))
         # offset of row id = id * row_bytes + shift of its extent
         self._shifts = [extent.offset - extent.first_row * row_bytes for extent in extents]
         self._shift = np.array(self._shifts, np.int64)
@@ -99,6 +100,13 @@ class Geometry:
             return None, ids * self.row_bytes + self._shift[0]
         extent = np.searchsorted(self._first, ids, side="right") - 1
         return extent, ids * self.row_bytes + self._shift[extent]
+
+    def files_of(self, ids: Int64) -> list[int]:
+        """The files in which rows `ids` [n] lie, each once."""
+        if len(self._all_files) == 1:
+            return self._all_files
+        extents = np.searchsorted(self._first, ids, side="right") - 1
+        return sorted({self._files[extent] for extent in np.flatnonzero(np.bincount(extents)).tolist()})
 
     def plan(self, ids: Int64, alignment: Alignment) -> RowPlan:
         """Plan the reads of rows `ids`, which ascend and do not repeat.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from lazyio import settings
 from lazyio.bench.cold import make_cold
 from lazyio.bench.equal import Verifier
 from lazyio.bench.gauge import Counters, Gauge
@@ -49,7 +51,8 @@ class Course:
         if section == "preloaded":
             self._preload()
             resident = resident_pages(self.spec)
-        with open_table(self.spec, mode=arm.mode, strict=self.strict or None, **arm.settings) as table:
+        asked = arm.settings if section == "warm" else without_cache(arm)
+        with open_table(self.spec, mode=arm.mode, strict=self.strict or None, **asked) as table:
             if section == "warm":
                 for ids in self.workload.ubatches:
                     table.gather(ids)
@@ -132,6 +135,11 @@ class Course:
             p50_us=p50,
             p99_us=p99,
         )
+
+
+def without_cache(arm: Arm) -> dict[str, Any]:
+    """The settings of an arm, and no row cache: rows that were kept would hide what the device does."""
+    return {**({"row_cache": 0} if settings.applies("row_cache", arm.mode) else {}), **arm.settings}
 
 
 @dataclass(frozen=True, slots=True)

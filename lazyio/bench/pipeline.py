@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from lazyio import settings
+from lazyio.bench.arms import without_cache
 from lazyio.bench.cold import make_cold
 from lazyio.bench.equal import Verifier
 from lazyio.bench.limit import DEPTHS, DeviceLimit
@@ -184,7 +185,7 @@ class Pipeline:
         return outcome
 
     def _open(self) -> LazyTable:
-        return open_table(self._spec, mode=self._arm.mode, strict=self._strict, **self._arm.settings)
+        return open_table(self._spec, mode=self._arm.mode, strict=self._strict, **without_cache(self._arm))
 
     def _mark(self, watch: Watch) -> float:
         watch.begin("device limit")

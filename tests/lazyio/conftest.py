@@ -70,8 +70,10 @@ def open_double(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LazyTable]:
     """Opens a table that the double reads."""
     monkeypatch.setattr(modes, "load", lambda name: Double)
 
-    def open_it(spec: TableSpec, budget_bytes: int = 64 << 20) -> LazyTable:
-        return LazyTable(spec, "double", FetcherOptions(), strict=False, budget_bytes=budget_bytes)
+    def open_it(spec: TableSpec, budget_bytes: int = 64 << 20, cache_bytes: int = 0) -> LazyTable:
+        return LazyTable(
+            spec, "double", FetcherOptions(), strict=False, budget_bytes=budget_bytes, cache_bytes=cache_bytes
+        )
 
     return open_it
 

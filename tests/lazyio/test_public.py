@@ -17,6 +17,7 @@ CHECKOUT = Path(__file__).parents[2]
 PUBLIC = [
     "MODES",
     "Backend",
+    "CacheStats",
     "Cancelled",
     "LazyIOError",
     "LazyTable",
@@ -28,6 +29,7 @@ PUBLIC = [
     "ReadError",
     "RowIndexError",
     "SettingError",
+    "TableCache",
     "TableError",
     "TableSpec",
     "TableStats",

@@ -39,7 +39,7 @@ def test_each_distinct_row_is_read_once(double: LazyTable) -> None:
 def test_a_gather_of_any_length_keeps_to_the_budget(tmp_path: Path, arguments: dict[str, Any], direct_io: str) -> None:
     content = write_rows(tmp_path, 90, [("long", 55, 30_000)]).content
     spec = raw_table(tmp_path / "long", row_bytes=90, offset=55)
-    with open_table(spec, budget="1MiB", direct_io=direct_io, **arguments) as table:
+    with open_table(spec, budget="1MiB", direct_io=direct_io, row_cache=0, **arguments) as table:
         for ids in (
             RANDOM.integers(0, 30_000, 40_000),
             np.arange(30_000),

@@ -234,3 +234,16 @@ def test_a_plan_of_few_rows_in_any_order(table: Table, random: Random) -> None:
         into = place - int(reads.dest[window])
         assert (int(reads.file[window]), int(reads.offset[window]) + into) == table.place(row)
         assert into + table.row_bytes <= reads.needed[window] <= reads.length[window]
+
+
+@PROPERTY
+@given(tables(), st.randoms(use_true_random=False))
+def test_the_files_of_rows_are_those_of_their_places(table: Table, random: Random) -> None:
+    ids = table.ids.tolist() * 2
+    random.shuffle(ids)
+    geometry = Geometry(table.extents, table.row_bytes, table.files)
+    found = geometry.files_of(np.array(ids, np.int64))
+    if len(table.files) > 1:
+        assert found == sorted({table.place(row)[0] for row in ids})
+    else:
+        assert found == [0]

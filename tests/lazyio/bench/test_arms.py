@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lazyio import host
-from lazyio.bench.arms import Course
+from lazyio.bench.arms import Course, without_cache
 from lazyio.bench.equal import RunsDifferError, Verifier
 from lazyio.bench.gauge import Counters
 from lazyio.bench.residency import resident_pages
@@ -162,3 +162,18 @@ def test_rows_of_many_ubatches_are_held_a_group_at_a_time(course: Course, monkey
     assert held == [640, -1, 640, -1, 320, -1]
     assert len(latencies) == 3
     assert isinstance(counted, Counters)
+
+
+def test_only_warm_runs_have_a_row_cache() -> None:
+    assert without_cache(Arm("uring", "uring", BUFFERED)) == {"row_cache": 0, "direct_io": "off"}
+    assert without_cache(Arm("on", "on")) == {}
+
+
+def test_a_cold_run_reads_again_what_an_earlier_ubatch_has_read(table: TableSpec) -> None:
+    ids = np.arange(0, table.rows, 50)
+    workload = Workload((ids, ids), "twice the same", None, None)
+    course = Course(table, workload, len(ids), Verifier(table, workload, 0))
+    run = course.measure(Arm("on-direct", "on-direct", {"direct_io": "on"}), "cold")
+    if not run.direct_io:
+        pytest.skip("no direct I/O here")
+    assert run.reads >= 2 * len(ids)
