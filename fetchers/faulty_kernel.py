@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lazyio.errors import Unsupported
 from lazyio.fetchers.base import Extent, Fetcher, FetcherOptions, Int64, Landed, ReadPlan, ReadStats
-from lazyio.fetchers.faults import Dice, Faults, allowed
+from lazyio.fetchers.faults import Dice, Faults, allowed, with_faults
 from lazyio.fetchers.pread import PreadFetcher, _Arrivals, _Reads
 from lazyio.fetchers.progress import Progress
 from lazyio.fetchers.ring import Ring
@@ -27,22 +27,28 @@ _HONEST = np.iinfo(np.int64).min  # a result that is left as the kernel gave it
 def with_faulty_kernel(fetcher: Fetcher, faults: Faults) -> Fetcher:
     """Put a fetcher on a faulty kernel in place of one that reads with `uring` or `pread`, which is closed.
 
-    Raises Unsupported for any other: `with_faults` wraps those.
+    Windows that are late or out of order, if there are to be any, are so above it. Raises Unsupported for any other
+    fetcher: `with_faults` wraps those.
     """
     for faulty in (FaultyUring, FaultyPread):
         if fetcher.name == faulty.name:
             fetcher.close()
-            return faulty(fetcher.extents, fetcher.row_bytes, fetcher.options, faults)
+            on_bad_kernel = faulty(fetcher.extents, fetcher.row_bytes, fetcher.options, faults)
+            order = Faults(late=faults.late, reorder=faults.reorder, delay_s=faults.delay_s, seed=faults.seed)
+            return with_faults(on_bad_kernel, order) if faults.late or faults.reorder else on_bad_kernel
     raise Unsupported(f"the kernel's answers to {fetcher.name} can't be replaced: use with_faults around it")
 
 
 class FaultyRing(Ring):
-    """A ring of a kernel whose reads go wrong, and whose `io_uring_enter` is interrupted at the rate of EINTR."""
+    """A ring of a kernel whose reads go wrong, and whose `io_uring_enter` is interrupted at the rate of EINTR, though
+    never twice in a row.
+    """
 
     def __init__(self, depth: int, block: int, faults: Faults) -> None:
         super().__init__(depth)
         self._block = block
         self._dice = Dice(faults)
+        self._interrupted = False
 
     def read(
         self,
@@ -76,7 +82,8 @@ class FaultyRing(Ring):
         super()._write(file, offset, length, dest, numbers, tag, descriptors, address)
 
     def _enter(self, wait_for: int) -> None:
-        if self._random.random() >= self._dice.faults.eintr:
+        self._interrupted = not self._interrupted and self._random.random() < self._dice.faults.eintr
+        if not self._interrupted:
             super()._enter(wait_for)
 
     def _reap(self, tag: int) -> tuple[Int64, Int64]:
@@ -86,7 +93,7 @@ class FaultyRing(Ring):
 
 
 class FaultyUring(UringFetcher):
-    """io_uring on a faulty kernel. Reads are not delayed or put in another order: that is the kernel's doing anyway."""
+    """io_uring on a kernel that gives bad results; it delays nothing and keeps the order."""
 
     def __init__(self, extents: Sequence[Extent], row_bytes: int, options: FetcherOptions, faults: Faults) -> None:
         self._faults = Faults()  # opening is not what is tested
@@ -99,7 +106,7 @@ class FaultyUring(UringFetcher):
 
 
 class FaultyPread(PreadFetcher):
-    """Positioned reads on a faulty kernel, in whichever way they are made."""
+    """Positioned reads, in whichever way they are made, on a kernel that gives bad results, as `FaultyUring`."""
 
     def __init__(self, extents: Sequence[Extent], row_bytes: int, options: FetcherOptions, faults: Faults) -> None:
         super().__init__(extents, row_bytes, options)

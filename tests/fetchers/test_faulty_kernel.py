@@ -56,6 +56,28 @@ def test_eio_is_an_error_and_its_bytes_are_not_read(made: MadeTable, way: tuple[
         assert (buffer == POISON).all()
 
 
+@pytest.mark.parametrize("kind", ["eintr", "eagain"])
+def test_what_is_denied_for_ever_is_an_error(made: MadeTable, way: tuple[str, str], kind: str) -> None:
+    with open_faulty(made, way, Faults(**{kind: 1})) as fetcher:
+        plan = made.plan(fetcher, np.arange(0, 1200, 3)).reads
+        buffer = aligned(plan.buffer_bytes)
+        with pytest.raises(ReadError, match=r"failed: .* \(attempt 33\)") as raised:
+            fetcher.read(plan, buffer)
+        assert raised.value.errno == getattr(errno, kind.upper())
+        assert (buffer == POISON).all()
+
+
+def test_delays_and_another_order_come_on_top(made: MadeTable, way: tuple[str, str]) -> None:
+    with open_faulty(made, way, Faults(eintr=0.1, late=0.2, reorder=0.2, delay_s=0.01)) as fetcher:
+        plan = made.plan(fetcher, np.arange(0, 1200, 3)).reads
+        told: list[int] = []
+        stats = fetcher.read(plan, aligned(plan.buffer_bytes), told.append)
+        assert told[0] < 50
+        assert told[-1] == len(plan)
+        assert stats.service_s > 0.01 * 40
+        assert stats.resumed > 15
+
+
 def test_other_fetchers_are_refused(made: MadeTable) -> None:
     with (
         load("resident")(made.extents, made.row_bytes, FetcherOptions()) as fetcher,
