@@ -55,16 +55,20 @@ _THREADS = 4
 # What the allocator may keep more of at the end than it did in the first half.
 _TOLERATED_BYTES = 32 << 20
 
+# A row cache is there to be filled, hit and evicted from, or not there at all, so that every row is read.
+_SMALL_CACHE = "4MiB"
 _BUFFERED: tuple[dict[str, Any], ...] = (
     {"mode": "off", "reserve": 0},
     {"mode": "on"},
     {"mode": "on-bare"},
-    {"mode": "on-direct", "direct_io": "off"},
-    {"mode": "uring", "direct_io": "off"},
+    {"mode": "on-direct", "direct_io": "off", "row_cache": 0},
+    {"mode": "uring", "direct_io": "off", "row_cache": 0},
+    {"mode": "on-direct", "direct_io": "off", "row_cache": _SMALL_CACHE},
+    {"mode": "uring", "direct_io": "off", "row_cache": _SMALL_CACHE},
 )
 _DIRECT: tuple[dict[str, Any], ...] = (
-    {"mode": "on-direct", "direct_io": "on"},
-    {"mode": "uring", "direct_io": "on"},
+    {"mode": "on-direct", "direct_io": "on", "row_cache": 0},
+    {"mode": "uring", "direct_io": "on", "row_cache": _SMALL_CACHE},
 )
 
 
