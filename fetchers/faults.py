@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ _RATES = ("short", "eintr", "eagain", "eio", "late", "reorder")
 class Faults:
     """How often each fault strikes: rates are probabilities a window and attempt, from 0 to 1.
 
-    Raises SettingError for a rate that is none, for rates of failures that add up to more than 1, and for a delay below
-    0.
+    Raises SettingError for a rate that is none, for rates of failures that add up to more than 1, and for a delay
+    or a seed below 0.
     """
 
     short: float = 0.0  # fewer bytes than asked, perhaps none
@@ -50,8 +51,10 @@ class Faults:
                 raise SettingError(f"the rate of {name} is {getattr(self, name)}; it can be from 0 to 1")
         if self.short + self.eintr + self.eagain + self.eio > 1:
             raise SettingError("the rates of short, eintr, eagain and eio add up to more than 1: lower them")
-        if self.delay_s < 0:
-            raise SettingError(f"delay_s is {self.delay_s}; it must be 0 or more")
+        if not 0 <= self.delay_s < math.inf:
+            raise SettingError(f"delay_s is {self.delay_s}; it must be 0 or more seconds")
+        if self.seed < 0:
+            raise SettingError(f"seed is {self.seed}; it must be 0 or more")
 
     @classmethod
     def everywhere(cls, rate: float, *, eio: float = 0.0, delay_s: float = 0.001, seed: int = 0) -> Faults:

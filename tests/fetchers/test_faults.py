@@ -143,7 +143,9 @@ def test_rates_of_results_are_as_asked() -> None:
         ({"late": 1.5}, "the rate of late is 1.5"),
         ({"eio": float("nan")}, "the rate of eio is nan"),
         ({"short": 0.6, "eintr": 0.6}, "add up to more than 1"),
-        ({"delay_s": -1}, "delay_s is -1; it must be 0 or more"),
+        ({"delay_s": -1}, "delay_s is -1; it must be 0 or more seconds"),
+        ({"delay_s": float("nan")}, "delay_s is nan"),
+        ({"seed": -1}, "seed is -1; it must be 0 or more"),
     ],
 )
 def test_rates_that_are_none_are_refused(rates: dict[str, float], said: str) -> None:
