@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from lazyio.errors import ReadError, TableError
 from lazyio.fetchers.base import Alignment, Bytes, Extent, Fetcher, Int64, Landed, ReadPlan, ReadStats, RowFetcher
@@ -188,7 +189,7 @@ class FetcherConformance:
             ids = np.random.default_rng(2).integers(0, len(table.content), 2500)
             out = np.empty((len(ids), table.row_bytes), np.uint8)
             fetcher.take(ids, out)
-            np.testing.assert_array_equal(out, table.content[ids])
+            assert_array_equal(out, table.content[ids])
 
     # --- progress and failure ----------------------------------------------------------------------------------------
 
@@ -338,7 +339,7 @@ def _check_read(fetcher: Fetcher, table: MadeTable, ids: Int64, landed: Landed |
         guarded.check()
         _check_windows(fetcher, plan.reads, buffer, range(len(plan.reads)))
         rows = buffer[plan.position[:, None] + np.arange(table.row_bytes)]
-        np.testing.assert_array_equal(rows, table.content[ids])
+        assert_array_equal(rows, table.content[ids])
 
 
 def _check_windows(fetcher: Fetcher, plan: ReadPlan, buffer: Bytes, windows: range) -> None:
@@ -360,7 +361,7 @@ def _check_truncated(fetcher: Fetcher, table: MadeTable, ids: Int64, cut: str) -
         error = raised
     if error is None:
         rows = buffer[plan.position[:, None] + np.arange(table.row_bytes)]
-        np.testing.assert_array_equal(rows, table.content[ids])
+        assert_array_equal(rows, table.content[ids])
         return
     buffer[:] = _POISONS[0]
     assert error.path == cut

@@ -72,6 +72,11 @@ class MappedRows:
         # To those who may not, the kernel says that every page is there.
         self._mincore_tells = all(owns_or_writes(descriptor) for descriptor in files.descriptors)
         self._settled = False  # whether the last look at a whole gather found nothing absent
+        # The rows of a table of one extent, as an array.
+        self._rows: Bytes | None = None
+        if len(extents) == 1:
+            head = extents[0].offset % mmap.ALLOCATIONGRANULARITY
+            self._rows = np.frombuffer(self._maps[0], np.uint8)[head:].reshape(-1, row_bytes)
         self._by_row = row_bytes >= OS_PAGE_BYTES
         self._touched = np.zeros(sum(extent.rows for extent in extents) if self._by_row else pages, bool)
 
@@ -83,7 +88,7 @@ class MappedRows:
         if not len(ids):
             return ReadStats()
         extent = self._extent(ids)
-        for file in (0,) if len(self._files.paths) == 1 else np.unique(self._file[extent]).tolist():
+        for file in (0,) if len(self._files.paths) == 1 else np.flatnonzero(np.bincount(self._file[extent])).tolist():
             self._files.check(file)
         stats = ReadStats()
         if bring_in is not None:
@@ -151,7 +156,7 @@ class MappedRows:
 
     def close(self) -> None:
         """Unmap everything."""
-        self.__dict__.pop("_rows", None)
+        self._rows = None
         while self._maps:
             self._maps.pop().close()
 
@@ -167,12 +172,6 @@ class MappedRows:
         self._place_shift[number] = place + head - extent.first_row * self._row_bytes
         self._address_shift[number] = np.frombuffer(made, np.uint8).ctypes.data - place
         return -(-length // OS_PAGE_BYTES)
-
-    @functools.cached_property
-    def _rows(self) -> Bytes:
-        """The rows of a table of one extent, as an array."""
-        head = self._extents[0].offset % mmap.ALLOCATIONGRANULARITY
-        return np.frombuffer(self._maps[0], np.uint8)[head:].reshape(-1, self._row_bytes)
 
     def _extent(self, ids: Int64) -> Int64 | int:
         return 0 if len(self._first) == 1 else np.searchsorted(self._first, ids, side="right") - 1
@@ -195,7 +194,7 @@ class MappedRows:
             self._touched[last] = True
 
     def _copy(self, ids: Int64, extent: Int64 | int, out: Bytes) -> None:
-        if len(self._maps) == 1 and not self._safe:
+        if self._rows is not None and not self._safe:
             np.take(self._rows, ids, axis=0, out=out, mode="clip")
             return
         shift = self._place_shift + self._address_shift

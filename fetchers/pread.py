@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import mmap
 import os
 import re
@@ -112,7 +111,7 @@ class PreadFetcher(Fetcher):
         """Carry `reads` out once each. Nothing is in flight when the iteration ends or is closed."""
         context = self._context() if self._queues else None
         if context is not None:
-            return context.flow(reads.requests, self.workers, stats)
+            return context.flow(reads.requests(), self.workers, stats)
         return self._list_ahead(reads, stats) if self._begins else self._pooled(reads, stats)
 
     def _list_ahead(self, reads: _Reads, stats: ReadStats) -> _Arrivals:
@@ -217,7 +216,6 @@ class _Reads:
     def __len__(self) -> int:
         return len(self.windows)
 
-    @functools.cached_property
     def requests(self) -> Requests:
         """All of them, for native AIO."""
         address = self._dest + self._buffer.ctypes.data

@@ -211,7 +211,18 @@ def _distinct(ids: Chunks, low: int, high: int, limit: int) -> Int64:
     for chunk in ids():
         pending.append(chunk[(chunk >= low) & (chunk < high)])
         if sum(map(len, pending)) > limit:
-            distinct, pending = np.unique(np.concatenate([distinct, *pending])), []
+            distinct, pending = _ascending(np.concatenate([distinct, *pending])), []
             if len(distinct) > limit:
                 return distinct
-    return np.unique(np.concatenate([distinct, *pending]))
+    return _ascending(np.concatenate([distinct, *pending]))
+
+
+def _ascending(ids: Int64) -> Int64:
+    """The distinct values of `ids`, ascending.
+
+    Not np.unique: its first call imports a module, for which a child that is forked meanwhile would wait for ever.
+    """
+    ids = np.sort(ids)
+    first = np.ones(len(ids), bool)
+    np.not_equal(ids[1:], ids[:-1], out=first[1:])
+    return ids[first]
