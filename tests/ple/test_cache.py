@@ -215,6 +215,35 @@ def test_threads_never_see_a_torn_row() -> None:
     assert cache.stats().rows <= 800
 
 
+class Interrupted(np.ndarray):
+    """Rows, the writing of which is interrupted, before or after they are written."""
+
+    after = False
+
+    def __setitem__(self, key: object, value: object) -> None:
+        if self.after:
+            super().__setitem__(key, value)  # type: ignore[index]
+        raise KeyboardInterrupt
+
+
+class InterruptedAfter(Interrupted):
+    after = True
+
+
+@pytest.mark.parametrize("kind", [Interrupted, InterruptedAfter])
+def test_an_interrupt_in_the_middle_of_an_insert_leaves_no_wrong_row(kind: type[Interrupted]) -> None:
+    cache = RowCache(1000, ROW_BYTES, 4 * 8 * PLACE_BYTES)
+    keep(cache, np.arange(100))
+    rows = cache._rows
+    cache._rows = rows.view(kind)
+    with pytest.raises(KeyboardInterrupt):
+        keep(cache, np.arange(200, 220))
+    cache._rows = rows
+    take(cache, np.arange(1000))
+    keep(cache, np.arange(200, 220))
+    take(cache, np.arange(1000))
+
+
 def test_a_child_goes_on_with_what_it_inherits_and_leaves_the_parent_alone(cache: RowCache) -> None:
     keep(cache, np.arange(100))
 
