@@ -364,7 +364,9 @@ def test_children_of_a_table_that_reads_ahead(open_way: OpenWay, spec: TableSpec
 
 
 ENDING = """
-import sys, numpy as np
+import atexit, sys, threading
+atexit.register(lambda: print(sum(thread.name == "lazyio prefetch" for thread in threading.enumerate()), "left"))
+import numpy as np
 from lazyio import open_table, raw_table
 table = open_table(raw_table(sys.argv[1], row_bytes=90), mode=sys.argv[2])
 tickets = [table.prefetch(np.random.default_rng(n).integers(0, 100_000, 5000)) for n in range(200)]
@@ -380,4 +382,4 @@ def test_an_interpreter_ends_with_tickets_in_flight(tmp_path: Any, mode: str) ->
         file.truncate(90 * 100_000)
     command = [sys.executable, "-W", "error", "-c", ENDING, str(path), mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n0 left\n", "")

@@ -137,6 +137,19 @@ def test_leaving_early_cancels_what_is_in_flight(spec: TableSpec) -> None:
         assert table.stats().gathers < 20
 
 
+def test_closing_makes_room_for_others(spec: TableSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazyio.prefetch._IDLE_S", 1000)
+    with open_table(spec, mode="on", budget="1MiB") as table:
+        ahead = Lookahead(table, [np.arange(2000)])
+        wait_for_gathers(table, 1)
+        other = table.prefetch(np.arange(2000))
+        time.sleep(0.02)
+        assert not other.done()
+        ahead.close()
+        wait_for_gathers(table, 2)
+        assert len(other.result()[0]) == 2000
+
+
 def test_a_depth_of_nothing_is_refused(spec: TableSpec) -> None:
     with open_table(spec, mode="on") as table, pytest.raises(SettingError, match="depth is 0"):
         Lookahead(table, [[1]], depth=0)
