@@ -65,8 +65,8 @@ class Prefetcher:
     """The queue of a table's tickets, and the thread that reads them one after the other.
 
     Rows that were read and not taken hold at most `limit_bytes`. A ticket that has no room stays in the queue until
-    others are taken, cancelled or forgotten, with two exceptions: one whose result is waited for is read next and needs
-    no room, since its rows leave at once; so no order in which results are taken can lock up.
+    others are taken, cancelled or forgotten. One whose result is waited for is read next and needs no room, since its
+    rows leave at once: so no order in which results are taken can lock up, and a ticket that never has room is read too.
     """
 
     def __init__(self, gate: Gate, rows: Rows, row_bytes: int, limit_bytes: int, *, lends: bool) -> None:
