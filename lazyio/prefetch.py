@@ -66,7 +66,7 @@ class Prefetcher:
 
     Rows that were read and not taken hold at most `limit_bytes`. A ticket that has no room stays in the queue until
     others are taken, cancelled or forgotten. One whose result is waited for is read next and needs no room, since its
-    rows leave at once: so no order in which results are taken can lock up, and a ticket that never has room is read too.
+    rows leave at once: so no order in which results are taken can lock up, nor a ticket that never has room.
     """
 
     def __init__(self, gate: Gate, rows: Rows, row_bytes: int, limit_bytes: int, *, lends: bool) -> None:
