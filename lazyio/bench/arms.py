@@ -117,6 +117,7 @@ class Course:
             rows=self.workload.rows,
             unique_rows=self.workload.unique_rows,
             windows=self.windows,
+            cache_hits=stats.cache_hits,
             reads=stats.reads,
             bytes_read=stats.bytes_read,
             device_read_bytes=counted.device_read_bytes,

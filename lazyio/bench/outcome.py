@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lazyio import host
+from lazyio import host, settings
 from lazyio.bench.limit import DeviceLimit
 from lazyio.bench.residency import PAGE_BYTES
 from lazyio.bench.rounds import STEADY_WITHIN, Section
@@ -63,6 +63,7 @@ class Outcome:
         rules = self.sections[0].rules
         return {
             "command": shlex.join(["lazyio", *sys.argv[1:]]),
+            "settings": settings.differing(),
             "rounds": rules.rounds,
             "order": "every arm once a round, one arm twice, reversed in every other round",
             "twice": self.sections[0].twice.label,

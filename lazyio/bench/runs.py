@@ -56,6 +56,7 @@ class Run:
     rows: int
     unique_rows: int
     windows: int
+    cache_hits: int
     reads: int
     bytes_read: int
     device_read_bytes: int | None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +37,7 @@ RUN = Run(
     rows=1000,
     unique_rows=900,
     windows=800,
+    cache_hits=0,
     reads=800,
     bytes_read=409_600,
     device_read_bytes=409_600,
@@ -55,8 +57,10 @@ RUN = Run(
 
 
 @pytest.fixture(autouse=True)
-def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No wait between attempts, whatever the environment says."""
+def _at_once_and_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting between attempts, and no settings of the environment."""
+    for variable in [name for name in os.environ if name.startswith("LAZYIO_")]:
+        monkeypatch.delenv(variable)
     monkeypatch.setattr("lazyio.bench.cold._PAUSE_S", 0.01)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 

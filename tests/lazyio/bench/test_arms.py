@@ -177,3 +177,11 @@ def test_a_cold_run_reads_again_what_an_earlier_ubatch_has_read(table: TableSpec
     if not run.direct_io:
         pytest.skip("no direct I/O here")
     assert run.reads >= 2 * len(ids)
+    assert run.cache_hits == 0
+
+
+def test_a_warm_run_past_the_page_cache_is_answered_by_the_row_cache(course: Course) -> None:
+    run = course.measure(Arm("on-direct", "on-direct", {"direct_io": "on"}), "warm")
+    if not run.direct_io:
+        pytest.skip("no direct I/O here")
+    assert (run.cache_hits, run.reads) == (run.rows, 0)

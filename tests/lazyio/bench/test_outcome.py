@@ -79,6 +79,14 @@ def test_method(both: dict[str, Any]) -> None:
     assert re.match(r"0 of [\d,]+ OS pages", method["cold_proof"])
 
 
+def test_settings_of_the_environment_are_told(
+    compare: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, both: dict[str, Any]
+) -> None:
+    assert both["method"]["settings"] == []
+    monkeypatch.setenv("LAZYIO_WORKERS", "5")
+    assert compare(warm=True).as_json()["method"]["settings"] == ["workers=5 (LAZYIO_WORKERS)"]
+
+
 def test_what_was_never_cold_has_no_proof(compare: Callable[..., Outcome]) -> None:
     for asked in ({"warm": True}, {"preload": "hot-set"}):
         outcome = compare(**asked)
