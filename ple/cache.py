@@ -32,6 +32,8 @@ _WAYS = 8
 # Ids that are handled under one hold of the lock, and at most so many bytes of rows: enough to make numpy's calls
 # cheap, few enough that a decode step does not wait for a long prompt and that what is computed stays close.
 _AT_ONCE, _AT_ONCE_BYTES = 4096, 1 << 20
+# A decode step: so few rows seldom meet in one set, and need no sorting then.
+_FEW = 64
 # An epoch is over when so large a part of the cache has been renewed.
 _EPOCHS_PER_TURNOVER = 32
 _LAST_EPOCH = 255
@@ -171,10 +173,8 @@ class RowCache:
         with self._lock:
             # Another thread may have read the same rows meanwhile.
             absent = np.flatnonzero(self._matches(home, tags) == 0)
-            new, rank = _ranked_in_sets(absent, home[absent])
-            used = self._sets_of_used.take(home[new]).view(np.uint8).reshape(len(new), _WAYS)
-            oldest_first = used.argsort(axis=1)
-            place = home[new] * _WAYS + oldest_first[np.arange(len(new)), rank]
+            new, way = self._oldest(absent, home[absent])
+            place = home[new] * _WAYS + way
             self._evicted += int(np.count_nonzero(self._tags[place]))
             # In this order, so that wherever an interrupt or a fork cuts in, no tag stands at another row's bytes.
             self._tags[place] = 0
@@ -183,6 +183,16 @@ class RowCache:
             self._tags[place] = tags[new]
             self._inserted += len(new)
             self._age(len(new))
+
+    def _oldest(self, new: Int64, home: Int64) -> tuple[Int64, Int64]:
+        """Those of `new` [n] that their sets `home` [n] have places for, and for each the place longest not used."""
+        if len(new) <= _FEW and len(set(home.tolist())) == len(new):
+            return new, self._used_in(home).argmin(axis=1)
+        new, home, rank = _ranked_in_sets(new, home)
+        return new, self._used_in(home).argsort(axis=1)[np.arange(len(new)), rank]
+
+    def _used_in(self, home: Int64) -> Bytes:
+        return self._sets_of_used.take(home).view(np.uint8).reshape(len(home), _WAYS)
 
     def _home(self, ids: Int64) -> Int64:
         """The set of each id: the upper half of a multiplicative hash, scaled to the number of sets."""
@@ -212,13 +222,13 @@ class RowCache:
         self._epoch += 1
 
 
-def _ranked_in_sets(new: Int64, home: Int64) -> tuple[Int64, Int64]:
+def _ranked_in_sets(new: Int64, home: Int64) -> tuple[Int64, Int64, Int64]:
     """Sort `new` by set and number those of the same set from 0; those for which a set has no place are left out."""
     order = home.argsort()
     home = home[order]
     rank = np.arange(len(home)) - home.searchsorted(home)
     room = rank < _WAYS
-    return new[order[room]], rank[room]
+    return new[order[room]], home[room], rank[room]
 
 
 def _memory(size: int) -> Bytes:

@@ -43,6 +43,7 @@ def main(
     rows = row_ids_of(spec)(np.load(ids))
     saved_by_policy(spec, cut(rows, ubatch), [int(text) for text in budgets.split(",")])
     cost_of_a_hit(spec, cut(rows[:warm_tokens], warm_ubatch), rounds)
+    cost_of_a_step(spec, list(np.random.default_rng(0).integers(0, spec.rows, (2000, rows.shape[1]))))
     saved_on_another_text(spec, cut(rows[: len(rows) // 2], ubatch), cut(rows[len(rows) // 2 :], ubatch))
 
 
@@ -152,14 +153,26 @@ def cost_of_a_hit(spec: TableSpec, ubatches: list[Int64], rounds: int) -> None:
                 order = sorted(sides, reverse=number % 2 == 0)
                 seconds = {side: cpu_s(sides[side]) / len(ids) for side in order}
                 pairs.append((seconds["take"], seconds["gather"]))
-        few = [cpu_s(lambda ids=ids: table.gather(ids)) for ids in ubatches[0][: 16 * 500].reshape(-1, 16)]
         reads = (table.stats() - before).reads
     take, gather = np.array(pairs).T
     low, middle, high = np.percentile(gather / take, [25, 50, 75])
     console.print(
         f"warm, {reads} reads: np.take {1e9 * np.median(take):.0f} ns a row, gather {1e9 * np.median(gather):.0f} ns, "
-        f"ratio {middle:.2f} (half of {len(pairs)} pairs in {low:.2f} to {high:.2f}); "
-        f"16 rows {1e6 * np.median(few):.0f} us"
+        f"ratio {middle:.2f} (half of {len(pairs)} pairs in {low:.2f} to {high:.2f})"
+    )
+
+
+def cost_of_a_step(spec: TableSpec, steps: list[Int64]) -> None:
+    """Gather the rows of one token: without a cache, with one that does not have them, with one that does."""
+    with open_table(spec, **OPENED, row_cache=0) as bare, open_table(spec, **OPENED) as table:
+        sides = [(bare, []), (table, []), (table, [])]
+        for ids in steps:
+            for side, seconds in sides:
+                seconds.append(cpu_s(lambda side=side, ids=ids: side.gather(ids)))
+    without, missed, hit = (1e6 * np.median(seconds) for _, seconds in sides)
+    console.print(
+        f"{len(steps[0])} rows: {without:.0f} us without a cache (and without the device), {missed:.0f} where they are "
+        f"missed, {hit:.0f} where they are held"
     )
 
 
