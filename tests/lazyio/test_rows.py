@@ -26,6 +26,11 @@ def test_rows_are_taken_out_as_windows_land(double: LazyTable, made: MadeTable, 
     np.testing.assert_array_equal(double.gather(ids), made.content[ids])
 
 
+def test_the_rows_of_a_decode_step_are_read_at_once(double: LazyTable) -> None:
+    double.gather(np.arange(0, 4201, 280))
+    assert [len(plan) for plan in fetcher_of(double).plans] == [16]
+
+
 def test_each_distinct_row_is_read_once(double: LazyTable) -> None:
     double.gather([7] * 8192)
     double.gather([4000, 3, 4000, 100, 3])
