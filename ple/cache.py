@@ -13,7 +13,6 @@ the number of ids. Epochs are coarse, so that one byte suffices and noting a use
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
 from collections.abc import Iterator
@@ -232,10 +231,10 @@ def _ranked_in_sets(new: Int64, home: Int64) -> tuple[Int64, Int64, Int64]:
 
 
 def _memory(size: int) -> Bytes:
-    """Zeros that begin at an OS page, in huge ones where the kernel has them: places are visited at random."""
+    """Zeros that begin at an OS page.
+
+    Not in huge pages: places are visited at random, so that the first ubatch would wait for all of them to be zeroed.
+    """
     if not size:
         return np.empty(0, np.uint8)
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(area, np.uint8)
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
