@@ -125,6 +125,7 @@ class Course:
             wall_s=wall,
             user_s=counted.user_s,
             system_s=counted.system_s,
+            caller_cpu_s=counted.thread_s,
             major_faults=counted.major_faults,
             service_us_mean=1e6 * service.total_s / service.reads if service else None,
             effective_concurrency=service.total_s / wall if service else None,

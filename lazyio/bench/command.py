@@ -87,6 +87,10 @@ def bench(
     block_bytes: Annotated[
         str | None, typer.Option(help="Least length of a direct read.", rich_help_panel=_READING)
     ] = None,
+    verify: Annotated[
+        int | None,
+        typer.Option(min=1, help="Read so many rows of every gather once more, and compare.", rich_help_panel=_READING),
+    ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail instead of falling back.", rich_help_panel=_READING)
     ] = False,

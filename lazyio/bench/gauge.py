@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ class Counters:
     device_read_bytes: int | None = 0  # that this process made devices read
     disk_reads: int | None = 0  # of the whole disk, other processes included
     disk_read_s: float | None = 0.0  # sum over those reads of the time each one took
+    thread_s: float = 0.0  # CPU time of the thread that reads the counters
 
     def __sub__(self, earlier: Counters) -> Counters:
         return self._each(earlier, lambda now, then: now - then)
@@ -57,11 +59,12 @@ class Gauge:
 
     def start(self) -> None:
         """Begin a stretch."""
-        self._before = self._read()
+        self._before = replace(self._read(), thread_s=time.thread_time())
 
     def stop(self) -> None:
         """End it, and add what happened to `total`."""
-        spent = self._read() - self._before
+        thread_s = time.thread_time()  # first, since reading the others takes time
+        spent = replace(self._read(), thread_s=thread_s) - self._before
         if spent.syscr is not None:
             spent = replace(spent, syscr=spent.syscr - self._own_calls)
         self.total += spent

@@ -101,7 +101,7 @@ class DeviceLimit:
         else:
             arm = self._shuffled(self.queue_depth, self._choose(("arm", number), self._reads))
         self.arms.append(arm)
-        return Mark(arm.reads_per_s, arm.p50_us)
+        return Mark(arm.reads_per_s, arm.p50_us, arm.in_flight)
 
     def compare(self, run: Run, before: Mark, after: Mark) -> None:
         """Set the ratios of `run` to the limit. A table in memory reads nothing that could be compared."""
@@ -109,6 +109,8 @@ class DeviceLimit:
         if run.temperature == "resident":
             return
         run.ratio_to_device_limit = run.reads_per_s / ((before.rate + after.rate) / 2)
+        if before.in_flight is not None and after.in_flight is not None:
+            run.limit_in_flight = (before.in_flight + after.in_flight) / 2
         if run.p50_us is not None and before.p50_us is not None and after.p50_us is not None:
             run.p50_over_limit = run.p50_us / ((before.p50_us + after.p50_us) / 2)
 

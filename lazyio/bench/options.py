@@ -72,6 +72,7 @@ class Request:
     direct_io: str | None = None
     queue_depth: int | None = None
     block_bytes: str | None = None
+    verify: int | None = None
     strict: bool = False
     limit_reads: int | None = None
     min_iops: float | None = None
@@ -138,6 +139,7 @@ class Request:
             "direct_io": "off" if self.preload else self.direct_io,
             "queue_depth": self.queue_depth,
             "block_bytes": self.block_bytes,
+            "verify": None if self.verify is None else settings.resolve("verify", self.verify),
         }
         workers = (
             [settings.resolve("workers", text) for text in self.workers.split(",")] if self.workers is not None else []

@@ -64,6 +64,7 @@ class Outcome:
         return {
             "command": shlex.join(["lazyio", *sys.argv[1:]]),
             "settings": settings.differing(),
+            "verify": self.verify,
             "rounds": rules.rounds,
             "order": "every arm once a round, one arm twice, reversed in every other round",
             "twice": self.sections[0].twice.label,
@@ -83,6 +84,12 @@ class Outcome:
             "kernel": host.kernel_release(),
             "cpus": os.cpu_count(),
         }
+
+    @property
+    def verify(self) -> int:
+        """How many rows of every gather were read once more and compared."""
+        count: int = settings.resolve("verify", self.sections[0].arms[0].settings.get("verify"))
+        return count
 
     def cold_proof(self) -> str | None:
         """In words; None where nothing had to be cold."""

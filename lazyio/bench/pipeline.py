@@ -6,6 +6,7 @@ by a loop that keeps the interpreter, as one does that launches many small kerne
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,17 +18,19 @@ from rich.console import Console
 
 from lazyio import settings
 from lazyio.bench.arms import without_cache
+from lazyio.bench.bound import Pipelined, Reading, bound_of_pipeline
 from lazyio.bench.cold import make_cold
 from lazyio.bench.equal import Verifier
 from lazyio.bench.limit import DEPTHS, DeviceLimit
 from lazyio.bench.options import DEFAULT_LIMIT_READS, DEFAULT_MODES, Request
 from lazyio.bench.rounds import STEADY_WITHIN
-from lazyio.bench.runs import Arm
+from lazyio.bench.runs import Arm, Mark
 from lazyio.bench.session import table_of
 from lazyio.bench.watch import Watch
 from lazyio.bench.workload import Workload
 from lazyio.errors import SettingError
 from lazyio.fetchers.base import Bytes, Int64
+from lazyio.gate import TableStats
 from lazyio.ple.cuts import Pace, fixed_cuts, makespan_s, plan_cuts
 from lazyio.ple.lookahead import Lookahead
 from lazyio.ple.spec import TableSpec
@@ -50,6 +53,44 @@ class PipelineRun:
     steady: bool  # whether those two agree
     over_floor: float  # wall_s over the makespan that planned cuts could have at that limit
     over_greater_sum: float  # wall_s over the greater of all reading and all computing
+    reading_s: float  # inside gathers, by whichever thread
+    reading_cpu_s: float  # CPU time of the process but for computing
+    bound_by: str
+    bound_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of one prompt. Times are seconds, of moments from the first request for rows."""
+
+    ready_s: list[float]
+    computed_s: list[float]
+    first_rows: int  # distinct rows of the first ubatch
+    stats: TableStats
+    cpu_s: float  # of all threads
+    computing_cpu_s: float  # of the computing thread while it computed
+
+    def pipelined(self, reads: float, limit: float, limit_in_flight: float | None, *, ahead: bool) -> Pipelined:
+        """What tells the bound of it: it made so many reads of a device with that limit."""
+        wall, reading_s = self.computed_s[-1], self.stats.wall_s
+        computing_s = sum(end - start for start, end in zip(self.ready_s, self.computed_s, strict=True))
+        reading_cpu_s = max(0.0, self.cpu_s - self.computing_cpu_s)
+        reading = Reading(
+            reading_s,
+            reading_cpu_s,
+            reading_cpu_s,
+            reads_device=True,
+            of_limit=reads / limit / reading_s,
+            in_flight=self.stats.service_s / reading_s,
+            limit_in_flight=limit_in_flight,
+        )
+        kept = self.computing_cpu_s / computing_s if computing_s else 0.0
+        return Pipelined(wall, computing_s, kept, reading, self._beside() if ahead else None)
+
+    def _beside(self) -> float | None:
+        """Rows a second read after the first ubatch, over those of the first, which nothing was computed beside."""
+        rows, seconds = self.stats.unique_rows - self.first_rows, self.stats.wall_s - self.ready_s[0]
+        return rows / seconds * self.ready_s[0] / self.first_rows if rows > 0 and seconds > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +134,12 @@ class PipelineOutcome:
         """Of one figure, over the runs that count."""
         return float(statistics.median(getattr(run, name) for run in self.counted(way)))
 
+    @property
+    def verify(self) -> int:
+        """How many rows of every gather and ticket were read once more and compared."""
+        count: int = settings.resolve("verify", self.arm.settings.get("verify"))
+        return count
+
     def as_json(self) -> dict[str, Any]:
         """The form that is written to a file."""
         return {
@@ -103,6 +150,7 @@ class PipelineOutcome:
             "compute_us_per_token": 1e6 * self.prompt.compute_token_s,
             "compute_by": "spinning" if self.spin else "sleeping",
             "reads_per_token": self.prompt.reads_per_token,
+            "verify": self.verify,
             "device_limit": self.limit.as_json(),
             "cuts": self.cuts,
             "runs": [asdict(run) for run in self.runs],
@@ -161,6 +209,7 @@ class Pipeline:
         whole = replace(workload, ubatches=(np.concatenate(workload.ubatches),))
         self._rows = whole.ubatches[0].reshape(workload.tokens, -1)
         self._ubatch = workload.ubatch_tokens
+        self._windows_a_row = limit.windows / workload.unique_rows
         self._verifier = Verifier(spec, whole, request.seed)
 
     def measure(self, rounds: int, compute_token_s: float, spins: bool, watch: Watch) -> PipelineOutcome:
@@ -168,7 +217,7 @@ class Pipeline:
         compute = spin if spins else time.sleep
         prompt = Prompt(self._rows, self._limit.windows / len(self._rows), compute_token_s, compute)
         before = self._mark(watch)
-        cuts = self._cuts(prompt, before)
+        cuts = self._cuts(prompt, before.rate)
         with self._open() as table:
             backend = table.backend.fetcher
         outcome = PipelineOutcome(
@@ -177,19 +226,20 @@ class Pipeline:
         for number in range(rounds):
             for way in list(WAYS)[:: -1 if number % 2 else 1]:
                 watch.begin(f"round {number + 1} of {rounds}: {way}")
-                ready, computed = self._run(way, prompt, cuts[way])
+                measured = self._run(way, prompt, cuts[way])
                 after = self._mark(watch)
-                outcome.runs.append(_judge(way, number, prompt, cuts, ready, computed, before, after))
-                watch.done(f"round {number + 1} of {rounds}: {way} {1e3 * computed[-1]:,.0f} ms")
+                run = self._judge(way, number, prompt, cuts[PLANNED], measured, (before, after))
+                outcome.runs.append(run)
+                watch.done(f"round {number + 1} of {rounds}: {way} {1e3 * run.wall_s:,.0f} ms")
                 before = after
         return outcome
 
     def _open(self) -> LazyTable:
         return open_table(self._spec, mode=self._arm.mode, strict=self._strict, **without_cache(self._arm))
 
-    def _mark(self, watch: Watch) -> float:
+    def _mark(self, watch: Watch) -> Mark:
         watch.begin("device limit")
-        return self._limit.run().rate
+        return self._limit.run()
 
     def _cuts(self, prompt: Prompt, limit_reads_per_s: float) -> dict[str, list[int]]:
         tokens, rate = len(prompt.rows), 1 / prompt.compute_token_s
@@ -197,44 +247,50 @@ class Pipeline:
         planned = plan_cuts(tokens, prompt.reads_per_token, limit_reads_per_s, rate, self._ubatch)
         return {GATHER: fixed, FIXED: fixed, PLANNED: planned}
 
-    def _run(self, way: str, prompt: Prompt, cuts: list[int]) -> tuple[list[float], list[float]]:
-        """When the rows of each ubatch were there, and when it was computed."""
+    def _run(self, way: str, prompt: Prompt, cuts: list[int]) -> Measured:
         make_cold(self._spec)
         ubatches, kept = prompt.ubatches(cuts), list[tuple[Bytes, Int64]]()
-        ready, computed = list[float](), list[float]()
+        ready, computed, computing_cpu_s = list[float](), list[float](), 0.0
         with self._open() as table:
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             for tokens, result in zip(cuts, WAYS[way](table, ubatches), strict=True):
                 ready.append(time.perf_counter() - start)
+                before = time.thread_time()
                 prompt.compute(tokens * prompt.compute_token_s)
+                computing_cpu_s += time.thread_time() - before
                 computed.append(time.perf_counter() - start)
                 kept.append(result)
+            cpu, stats = time.process_time() - cpu, table.stats()
         rows = np.concatenate([unique[inverse.reshape(-1)] for unique, inverse in kept])
         self._verifier.check(way, 0, rows)
-        return ready, computed
+        return Measured(ready, computed, len(kept[0][0]), stats, cpu, computing_cpu_s)
 
-
-def _judge(
-    way: str,
-    number: int,
-    prompt: Prompt,
-    cuts: dict[str, list[int]],
-    ready: list[float],
-    computed: list[float],
-    before: float,
-    after: float,
-) -> PipelineRun:
-    limit, wall = (before + after) / 2, computed[-1]
-    pace = prompt.pace(limit)
-    reads_s, computes_s = pace.reads_s(cuts[PLANNED]), pace.computes_s(cuts[PLANNED])
-    return PipelineRun(
-        way,
-        number,
-        wall,
-        tuple(ready),
-        tuple(computed),
-        limit,
-        max(before, after) <= STEADY_WITHIN * min(before, after),
-        wall / makespan_s(reads_s, computes_s),
-        wall / max(sum(reads_s), sum(computes_s)),
-    )
+    def _judge(
+        self, way: str, number: int, prompt: Prompt, planned: list[int], measured: Measured, marks: tuple[Mark, Mark]
+    ) -> PipelineRun:
+        rates, in_flight = [mark.rate for mark in marks], [mark.in_flight for mark in marks if mark.in_flight]
+        limit, wall = sum(rates) / 2, measured.computed_s[-1]
+        pace = prompt.pace(limit)
+        reads_s, computes_s = pace.reads_s(planned), pace.computes_s(planned)
+        pipelined = measured.pipelined(
+            measured.stats.unique_rows * self._windows_a_row,
+            limit,
+            statistics.fmean(in_flight) if in_flight else None,
+            ahead=WAYS[way] is Lookahead,
+        )
+        bound = bound_of_pipeline(pipelined, len(os.sched_getaffinity(0)))
+        return PipelineRun(
+            way,
+            number,
+            wall,
+            tuple(measured.ready_s),
+            tuple(measured.computed_s),
+            limit,
+            max(rates) <= STEADY_WITHIN * min(rates),
+            wall / makespan_s(reads_s, computes_s),
+            wall / max(sum(reads_s), sum(computes_s)),
+            pipelined.reading.wall_s,
+            pipelined.reading.cpu_s,
+            bound.by,
+            bound.reason,
+        )

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lazyio.bench.figures import ratio, short
-from lazyio.bench.pipeline import GATHER, PLANNED, WAYS, PipelineOutcome
+from lazyio.bench.pipeline import GATHER, PLANNED, WAYS, PipelineOutcome, PipelineRun
 
 _COLOURS = ("#1f3b57", "#7da7d9")
 _WAITING, _FLOOR = "#e8c9c4", "#b03a2e"
@@ -49,9 +49,21 @@ def _method(outcome: PipelineOutcome) -> list[str]:
         f"Reads: {outcome.prompt.reads_per_token:.1f} a token; the device gives {short(outcome.limit.iops)} reads/s",
         f"Computing: {1e6 * outcome.prompt.compute_token_s:,.0f} us a token, simulated by {how}",
         f"Planned cuts: {', '.join(map(str, outcome.cuts[PLANNED]))}",
+        *(f"{way}: bound by {run.bound_by}; {run.bound_reason}" for way, run in _middles(outcome).items()),
+        *(
+            [f"Verified: {outcome.verify} rows of every gather or ticket, while the clock ran"]
+            if outcome.verify
+            else []
+        ),
         "T is the time from the first request to the end of the last ubatch. T* is what planned cuts could reach, were "
         "every read as fast as the device's limit beside that run.",
     ]
+
+
+def _middles(outcome: PipelineOutcome) -> dict[str, PipelineRun]:
+    """Of each way the run that took the middle time."""
+    ordered = {way: sorted(outcome.counted(way), key=lambda run: run.wall_s) for way in WAYS}
+    return {way: runs[len(runs) // 2] for way, runs in ordered.items()}
 
 
 def draw_pipeline(outcome: PipelineOutcome, path: Path) -> None:
@@ -64,8 +76,7 @@ def draw_pipeline(outcome: PipelineOutcome, path: Path) -> None:
     figure = Figure(figsize=(8.5, 2.9), layout="constrained")
     axes = figure.subplots()
     for place, way in enumerate(WAYS):
-        runs = sorted(outcome.counted(way), key=lambda run: run.wall_s)
-        run = runs[len(runs) // 2]
+        run = _middles(outcome)[way]
         spans = [(1e3 * start, 1e3 * (end - start)) for start, end in zip(run.ready_s, run.computed_s, strict=True)]
         axes.broken_barh([(0, 1e3 * run.wall_s)], (place - 0.3, 0.6), facecolors=_WAITING)
         axes.broken_barh(spans, (place - 0.3, 0.6), facecolors=[_COLOURS[turn % 2] for turn in range(len(spans))])

@@ -105,7 +105,10 @@ def _method(outcome: Outcome) -> Iterator[str]:
     yield from _limit(outcome)
     yield from _take(outcome)
     for section in outcome.sections:
+        yield from _bounds(section.summary())
         yield from _noise(section)
+    if count := outcome.verify:
+        yield f"Verified: {count} rows of every gather were read once more and compared, while the clock ran."
     yield "Bytes: equal in all runs, and a sample of rows equal to plain reads of the file."
 
 
@@ -127,6 +130,12 @@ def _take(outcome: Outcome) -> Iterator[str]:
         yield f"np.take: not measured; it needs one array, and the rows lie in {len(outcome.spec.extents)} extents."
     if measured := outcome.take.as_json():
         yield f"np.take: {measured['rows_per_s']:,.0f} rows/s from a map in memory (median of {len(measured['arms'])})."
+
+
+def _bounds(summary: SectionSummary) -> Iterator[str]:
+    for arm in summary.arms:
+        if arm.bound_by is not None:
+            yield f"{summary.temperature}: {arm.arm} is bound by {arm.bound_by}; {arm.bound_reason}."
 
 
 def _noise(section: Section) -> Iterator[str]:

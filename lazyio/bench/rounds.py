@@ -7,10 +7,12 @@ less than was asked for, is run again.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lazyio.bench.bound import bound_of_run
 from lazyio.bench.figures import ratio, short
 from lazyio.bench.runs import Arm, Mark, Run, Yardstick
 from lazyio.bench.summary import SectionSummary, summarise
@@ -74,6 +76,7 @@ class Section:
         self.runs: list[Run] = []
         self.repeats: list[Repeat] = []
         self._measure, self._yardstick = measure, yardstick
+        self._cpus = len(os.sched_getaffinity(0))
         self._slow = False  # whether the yardstick last showed less than was asked for
 
     def execute(self, watch: Watch) -> None:
@@ -109,6 +112,8 @@ class Section:
             if self._yardstick is not None and before is not None and after is not None:
                 self._yardstick.compare(run, before, after)
                 fault = fault or self._fault(self._yardstick, before, after)
+            bound = bound_of_run(run, self._cpus)
+            run.bound_by, run.bound_reason = bound.by, bound.reason
             watch.done(f"{where}: {_said(run)}")
             before = after
             if fault and may_repeat:

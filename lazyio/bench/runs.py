@@ -29,6 +29,11 @@ class LimitArm:
     p50_us: float | None = None  # of one step, when decode is measured
     p99_us: float | None = None
 
+    @property
+    def in_flight(self) -> float | None:
+        """Reads under way on average, by Little's law; None where the time of a read is not known."""
+        return 1e-6 * self.service_us_mean * self.reads_per_s or None
+
 
 @dataclass(frozen=True, slots=True)
 class TakeArm:
@@ -64,6 +69,7 @@ class Run:
     wall_s: float
     user_s: float
     system_s: float
+    caller_cpu_s: float  # of the thread that gathered
     major_faults: int
     service_us_mean: float | None
     effective_concurrency: float | None
@@ -79,11 +85,14 @@ class Run:
     counted: bool = True
     limit_before: float | None = None  # reads/s
     limit_after: float | None = None
+    limit_in_flight: float | None = None
     ratio_to_device_limit: float | None = None
     p50_over_limit: float | None = None
     take_before: float | None = None  # rows/s
     take_after: float | None = None
     ratio_to_take: float | None = None
+    bound_by: str | None = None  # device | cpu | latency | mixed
+    bound_reason: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the names of this class as keys."""
@@ -96,6 +105,7 @@ class Mark:
 
     rate: float
     p50_us: float | None = None
+    in_flight: float | None = None  # reads, on average
 
 
 class Yardstick(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,8 @@ class ArmSummary:
     p50_us: Spread | None
     p99_us: Spread | None
     p50_over_limit: Spread | None
+    bound_by: str | None  # the word of most runs
+    bound_reason: str | None  # of the last of those
     speedup_over: dict[str, Paired]  # by the other arm's label
 
 
@@ -110,6 +113,8 @@ def _arm(label: str, firsts: dict[str, list[Run]]) -> ArmSummary:
     def over(value: Callable[[Run], float | None]) -> Spread | None:
         return Spread.of(value(run) for run in runs)
 
+    words = Counter(run.bound_by for run in runs)
+    typical = max(runs, key=lambda run: (words[run.bound_by], run.round))
     return ArmSummary(
         arm=label,
         mode=first.mode,
@@ -125,6 +130,8 @@ def _arm(label: str, firsts: dict[str, list[Run]]) -> ArmSummary:
         p50_us=over(lambda run: run.p50_us),
         p99_us=over(lambda run: run.p99_us),
         p50_over_limit=over(lambda run: run.p50_over_limit),
+        bound_by=typical.bound_by,
+        bound_reason=typical.bound_reason,
         speedup_over={
             other: pairs
             for other, others in firsts.items()

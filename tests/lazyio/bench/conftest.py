@@ -45,6 +45,7 @@ RUN = Run(
     wall_s=0.01,
     user_s=0.001,
     system_s=0.001,
+    caller_cpu_s=0.002,
     major_faults=0,
     service_us_mean=100.0,
     effective_concurrency=8.0,
