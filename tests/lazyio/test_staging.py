@@ -52,7 +52,9 @@ def test_areas_that_are_too_small_make_room() -> None:
 
 def test_what_can_never_fit_is_refused_at_once_with_the_setting() -> None:
     staging = Staging(2 * MIB)
-    with pytest.raises(NeverFits, match=r"needs 3\.0 MiB of staging and the budget has 2\.0 MiB for that: raise budget"):
+    with pytest.raises(
+        NeverFits, match=r"needs 3\.0 MiB of staging and the budget has 2\.0 MiB for that: raise budget"
+    ):
         staging.lease(2 * MIB + 1).__enter__()
     assert staging.held_bytes() == 0
 
