@@ -18,7 +18,7 @@ _HALF = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A word, `device`, `cpu`, `gil`, `compute`, `latency` or `mixed`, and the figures that it follows from."""
+    """A word, `device`, `cpu`, `gil`, `compute`, `latency` or `both`, and the figures that it follows from."""
 
     by: str
     reason: str
@@ -58,11 +58,19 @@ def bound_of_run(run: Run, cpus: int) -> Bound:
             all_cpu_s=run.user_s + run.system_s,
             reads_device=bool(counted if counted is not None else run.reads or run.major_faults),
             of_limit=run.ratio_to_device_limit,
-            in_flight=run.effective_concurrency,
+            in_flight=_in_flight(run),
             limit_in_flight=run.limit_in_flight,
         ),
         cpus,
     )
+
+
+def _in_flight(run: Run) -> float | None:
+    """Reads under way on average."""
+    if run.service_source == "device" and run.service_us_mean is not None:
+        # The disk counted other processes' reads too: take the time of one from it, and how many from the workload.
+        return 1e-6 * run.service_us_mean * run.reads_per_s
+    return run.effective_concurrency
 
 
 def bound_of_reading(reading: Reading, cpus: int) -> Bound:
@@ -79,7 +87,7 @@ def bound_of_reading(reading: Reading, cpus: int) -> Bound:
         used = ratio(reading.all_cpu_s / reading.wall_s)
         return Bound("cpu", f"threads and kernel used {used} of {cpus} processors{_beside_the_limit(reading)}")
     if busy >= _HALF:
-        return Bound("mixed", f"{works}, and waited for reads else{_beside_the_limit(reading)}")
+        return Bound("both", f"{works}, and waited for reads else{_beside_the_limit(reading)}")
     if reading.of_limit is None:
         return Bound("device", f"{works}, and waited for reads else; the limit was not measured beside it")
     return _waiting(reading)

@@ -91,7 +91,7 @@ class Run:
     take_before: float | None = None  # rows/s
     take_after: float | None = None
     ratio_to_take: float | None = None
-    bound_by: str | None = None  # device | cpu | latency | mixed
+    bound_by: str | None = None  # device | cpu | latency | both
     bound_reason: str | None = None
 
     def as_json(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ PROMPT = Pipelined(wall_s=1.0, computing_s=0.4, kept=0.99, reading=WAITING, besi
         ({"of_limit": 1.2, "cpu_s": 1.9}, "device", "it gave reads at 1.20 of its limit"),
         ({"cpu_s": 1.4}, "cpu", "on a processor 70% of the time; reads came at 0.20 of the device's limit"),
         ({"all_cpu_s": 5.6}, "cpu", "threads and kernel used 2.80 of 4 processors"),
-        ({"cpu_s": 1.0}, "mixed", "on a processor 50% of the time, and waited for reads else"),
+        ({"cpu_s": 1.0}, "both", "on a processor 50% of the time, and waited for reads else"),
         ({"reads_device": False}, "cpu", "nothing was read from the device"),
         ({}, "latency", "30 reads in flight on average instead of 500, each taking 0.30 times as long"),
         ({"in_flight": 1.0, "of_limit": 0.1}, "latency", "1.00 reads in flight"),
@@ -86,7 +86,7 @@ def test_whatever_was_measured_there_is_one_word(
     wall: float, share: float, more: float, reads: bool, limit: float | None, flight: tuple[float | None, float | None]
 ) -> None:
     bound = bound_of_reading(Reading(wall, wall * share, wall * (share + more), reads, limit, *flight), cpus=2)
-    assert bound.by in ("device", "cpu", "latency", "mixed")
+    assert bound.by in ("device", "cpu", "latency", "both")
     assert bound.reason
 
 
@@ -102,13 +102,22 @@ def test_a_run_reads_the_device_where_the_kernel_counted_it(make_run: Callable[.
         assert bound_of_run(make_run(**idle, **measured), cpus=2).by == by
 
 
+def test_what_others_read_meanwhile_is_not_this_run_s(make_run: Callable[..., Run]) -> None:
+    limit = {"ratio_to_device_limit": 0.1, "limit_in_flight": 100.0}
+    idle = {"user_s": 0.0, "system_s": 0.0, "caller_cpu_s": 0.0, "reads_per_s": 8000.0, "service_us_mean": 125.0}
+    busy_disk = make_run(**limit, **idle, effective_concurrency=200.0, service_source="device")
+    bound = bound_of_run(busy_disk, cpus=2)
+    assert (bound.by, "1.00 reads in flight" in bound.reason) == ("latency", True)
+    assert bound_of_run(replace(busy_disk, service_source="fetcher"), cpus=2).by == "device"
+
+
 # --- planted ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_run_says_what_bounds_it(compare: Callable[..., Outcome], console: Console) -> None:
     outcome = compare(cold=True, warm=True, modes="on-bare,on")
     for run in outcome.as_json()["runs"]:
-        assert run["bound_by"] in ("device", "cpu", "latency", "mixed")
+        assert run["bound_by"] in ("device", "cpu", "latency", "both")
         assert run["bound_reason"]
         assert 0 < run["caller_cpu_s"] < run["wall_s"] + 0.005
     for arm in outcome.as_json()["summary"]["cold"]["arms"]:
@@ -136,7 +145,7 @@ def test_reads_one_after_the_other_are_latency(compare: Callable[..., Outcome]) 
     run = compare(modes="on-direct", direct_io="on", workers="1").sections[0].runs[0]
     if not run.direct_io or (run.ratio_to_device_limit or 1) > 0.5:
         pytest.skip("this device gives no more to many readers than to one")
-    assert run.bound_by in ("latency", "cpu", "mixed")
+    assert run.bound_by in ("latency", "cpu", "both")
 
 
 def test_a_prompt_that_computes_for_long(gguf_path: Path, console: Console) -> None:
