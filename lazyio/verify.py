@@ -19,6 +19,9 @@ from lazyio.rows import Rows
 # A row in the place of another is mostly one that lies near it.
 _NEIGHBOURS = (1, -1)
 
+# A row's place in the gather, its id, the number of its extent, its offset in the file.
+_Chosen = tuple[int, int, int, int]
+
 
 class VerifiedRows:
     """Rows of another way into memory, of which `count` of every gather, chosen at random, are verified.
@@ -43,28 +46,37 @@ class VerifiedRows:
 
     def gather(self, asked: NDArray[Any], rows: Bytes, stats: TableStats) -> None:
         """Fill and verify; `Rows` has the contract. Raises ReadError for a row that differs."""
+        chosen = self._choose(asked)
         self._inner.gather(asked, rows, stats)
-        self._verify(asked, rows)
+        self._verify(chosen, rows)
 
     def read(self, unique: Int64, rows: Bytes, stats: TableStats) -> None:
         """Fill and verify; `Rows` has the contract. Raises ReadError for a row that differs."""
+        chosen = self._choose(unique)
         self._inner.read(unique, rows, stats)
-        self._verify(unique, rows)
+        self._verify(chosen, rows)
 
     def close(self) -> None:
         """Close the descriptors, and the way that is verified."""
         self._files.close()
         self._inner.close()
 
-    def _verify(self, asked: NDArray[Any], rows: Bytes) -> None:
-        size, row_bytes = asked.size, self._row_bytes
-        if not size:
-            return
-        data = rows.data.cast("B")
+    def _choose(self, asked: NDArray[Any]) -> list[_Chosen]:
+        """Choose rows of a gather that is about to begin, and have the kernel bring them while it goes on."""
+        size, chosen = asked.size, list[_Chosen]()
         for _ in range(min(self._count, size)):
             place = int(self._random() * size)
             row = asked.item(place)
             extent, offset = self._place(row)
+            os.posix_fadvise(self._descriptors[extent], offset, self._row_bytes, os.POSIX_FADV_WILLNEED)
+            chosen.append((place, row, extent, offset))
+        return chosen
+
+    def _verify(self, chosen: list[_Chosen], rows: Bytes) -> None:
+        if not chosen:
+            return
+        row_bytes, data = self._row_bytes, rows.data.cast("B")
+        for place, row, extent, offset in chosen:
             stored = os.pread(self._descriptors[extent], row_bytes, offset)
             gathered = data[place * row_bytes : (place + 1) * row_bytes]
             if stored != gathered:

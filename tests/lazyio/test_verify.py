@@ -116,6 +116,20 @@ def test_rows_of_a_gather_are_chosen_anew_each_time(gather: Callable[..., None])
     assert len(named) > 8
 
 
+def test_what_is_read_once_more_is_on_its_way_during_the_gather(
+    gather: Callable[..., None], made: MadeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, *advice: told.append(advice))
+
+    def spoil(ids: np.ndarray, rows: np.ndarray) -> None:
+        assert told[-1] == (offset_of(made, 700)[1], 90, os.POSIX_FADV_WILLNEED)
+        told.append((0, 0, 0))
+
+    gather([700], spoil)
+    assert told[-1] == (0, 0, 0)
+
+
 def test_closing_closes_what_is_verified_and_every_descriptor(made: MadeTable, spec: TableSpec) -> None:
     before = len(os.listdir("/proc/self/fd"))
     inner = Spoilt(made, lambda ids, rows: None)
