@@ -152,14 +152,14 @@ def test_what_falls_back_is_named_and_refused_where_that_is_asked(
 
 def test_rows_of_many_ubatches_are_held_a_group_at_a_time(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lazyio.bench.arms._OUTPUT_BYTES", 1)
-    held: list[int] = []
+    held: list[object] = []
 
     def gather(ids: Any, out: Bytes) -> None:
         held.append(len(out))
 
-    monkeypatch.setattr(Verifier, "check", lambda *arguments: held.append(-1))
+    monkeypatch.setattr(Verifier, "check", lambda verifier, arm, ubatch, rows: held.append((arm, ubatch)))
     latencies, counted = course.time("arm", gather)
-    assert held == [640, -1, 640, -1, 320, -1]
+    assert held == [640, ("arm", 0), 640, ("arm", 1), 320, ("arm", 2)]
     assert len(latencies) == 3
     assert isinstance(counted, Counters)
 

@@ -128,6 +128,9 @@ def test_strict_refuses_what_would_fall_back(compare: Compare, monkeypatch: pyte
     for warm in (False, True):
         with pytest.raises(Unsupported, match="no io_uring in this kernel"):
             compare(modes="uring", warm=warm, strict=True)
+    with pytest.raises(Unsupported, match="the device's limit can't be measured as asked"):
+        compare(modes="on", strict=True)
+    compare(modes="on", warm=True, strict=True)
 
 
 def test_a_contradiction_is_said_before_a_demo_table_is_made(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

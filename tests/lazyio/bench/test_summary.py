@@ -87,6 +87,8 @@ def test_attempts_that_were_broken_off_are_left_out(make_run: MakeRun) -> None:
     found = summarise("cold", broken + rounds_of(make_run, (100, 300, 300)), ["on", "uring"], "uring")
     assert found.arms[0].rows_per_s == Spread(100.0, 100.0, 100.0)
     assert (found.rounds, found.counted_rounds) == (1, 1)
+    found = summarise("cold", broken + rounds_of(make_run, (100, 300, 300), counted=False), ["on", "uring"], "uring")
+    assert found.arms[0].rows_per_s == Spread(100.0, 100.0, 100.0)
 
 
 def test_what_an_arm_is_comes_from_its_runs(make_run: MakeRun) -> None:
