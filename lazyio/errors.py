@@ -8,6 +8,7 @@
       SettingError    (ValueError)    a setting that is malformed, or that contradicts another
       NeverFits       (ValueError)    a request larger than its budget can ever hold; names the setting to change
       NotCold         (RuntimeError)  a measurement whose cold start could not be proved
+      RunsDifferError (RuntimeError)  two ways of reading that gave different bytes, so that no figure counts
       Cancelled       (RuntimeError)  a ticket whose rows were given up before they were taken
 
 Each also inherits the builtin in brackets, so that callers who do not know this package can catch it.
@@ -23,6 +24,7 @@ __all__ = [
     "NotCold",
     "ReadError",
     "RowIndexError",
+    "RunsDifferError",
     "SettingError",
     "TableError",
     "Unsupported",
@@ -59,6 +61,10 @@ class Cancelled(LazyIOError, RuntimeError):
 
 class NotCold(LazyIOError, RuntimeError):
     """OS pages of a table stayed in memory, so no cold figure can be given."""
+
+
+class RunsDifferError(LazyIOError, RuntimeError):
+    """Two arms of a measurement gave different bytes, or wrong ones, so that none of the figures means anything."""
 
 
 class ReadError(LazyIOError, OSError):

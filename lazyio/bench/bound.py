@@ -99,11 +99,13 @@ def bound_of_pipeline(pipelined: Pipelined, cpus: int) -> Bound:
     computed = Bound("compute", f"computing took {share:.0%} of the time, waiting for rows the rest")
     if share >= _MOST:
         return computed
-    if pipelined.beside is not None and pipelined.beside < _MOST and pipelined.kept >= _HALF:
+    at_limit = pipelined.reading.of_limit is not None and pipelined.reading.of_limit >= _MOST
+    slowed = pipelined.beside is not None and pipelined.beside < _MOST
+    if slowed and not at_limit and pipelined.kept >= _HALF:
         return Bound(
             "gil",
             f"beside computing, which kept the interpreter {pipelined.kept:.0%} of its time, rows were read at "
-            f"{ratio(pipelined.beside)} of the rate of the first ubatch",
+            f"{ratio(pipelined.beside or 0)} of the rate of the first ubatch",
         )
     return computed if share >= _HALF else bound_of_reading(pipelined.reading, cpus)
 

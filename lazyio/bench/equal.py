@@ -8,15 +8,11 @@ from hashlib import blake2b
 import numpy as np
 
 from lazyio.bench.workload import Workload
-from lazyio.errors import LazyIOError
+from lazyio.errors import RunsDifferError
 from lazyio.fetchers.base import Bytes
 from lazyio.ple.spec import TableSpec
 
 _SAMPLE_ROWS = 256
-
-
-class RunsDifferError(LazyIOError, RuntimeError):
-    """Two arms gave different bytes, or wrong ones, so that none of the figures means anything."""
 
 
 class Verifier:

@@ -28,6 +28,7 @@ PUBLIC = [
     "NotCold",
     "ReadError",
     "RowIndexError",
+    "RunsDifferError",
     "SettingError",
     "TableCache",
     "TableError",

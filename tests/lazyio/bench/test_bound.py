@@ -64,6 +64,7 @@ def test_gathers(measured: dict[str, Any], by: str, reason: str) -> None:
         ({"computing_s": 0.6, "beside": 0.3}, "gil", "kept the interpreter 99% .* at 0.30 of the rate of the first"),
         ({"computing_s": 0.3, "beside": 0.3}, "gil", "kept the interpreter"),
         ({"beside": 0.3, "kept": 0.01}, "latency", "reads in flight"),  # computing slept: the device is slower now
+        ({"beside": 0.3, "reading": replace(WAITING, of_limit=0.7)}, "device", "it gave reads at 0.70 of its limit"),
         ({"beside": None}, "latency", "reads in flight"),
         ({}, "latency", "reads in flight"),
     ],

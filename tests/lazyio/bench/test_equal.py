@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lazyio.bench.equal import RunsDifferError, Verifier, read_row
+from lazyio.bench.equal import Verifier, read_row
 from lazyio.bench.workload import Cut, Workload, uniform
+from lazyio.errors import RunsDifferError
 from lazyio.fetchers.base import Bytes
 from lazyio.ple.spec import TableSpec
 from lazyio.ple.synthetic import expected_rows

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lazyio import LazyTable, SettingError
-from lazyio.bench.equal import RunsDifferError
+from lazyio import LazyTable, RunsDifferError, SettingError
 from lazyio.bench.options import Request
 from lazyio.bench.pipeline import FIXED, GATHER, PLANNED, WAYS, execute_pipeline
 from lazyio.bench.pipeline_view import show_pipeline

@@ -8,10 +8,11 @@ import pytest
 
 from lazyio.bench.arms import Course
 from lazyio.bench.cold import make_cold
-from lazyio.bench.equal import RunsDifferError, Verifier
+from lazyio.bench.equal import Verifier
 from lazyio.bench.runs import Mark, Run
 from lazyio.bench.take import TakeBaseline
 from lazyio.bench.workload import Cut, uniform
+from lazyio.errors import RunsDifferError
 from lazyio.ple.spec import TableSpec
 
 
