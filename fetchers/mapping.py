@@ -27,7 +27,7 @@ _IOVEC = np.dtype([("base", "u8"), ("length", "u8")])
 _ROWS_PER_TOLERATED_FAULT = 128
 # Of so many rows and more, one in so many is looked at where nothing is expected to be absent.
 _SAMPLED_FROM_ROWS = 4096
-_SAMPLED = 8
+_SAMPLED = 16
 # Of so many untouched rows and more, so many are looked for in the page cache before they are brought in.
 _CACHED_FROM_ROWS = 1024
 _CACHED_SAMPLE = 128
