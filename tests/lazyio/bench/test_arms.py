@@ -8,12 +8,12 @@ import pytest
 
 from lazyio import host
 from lazyio.bench.arms import Course, without_cache
-from lazyio.bench.equal import RunsDifferError, Verifier
+from lazyio.bench.equal import Verifier
 from lazyio.bench.gauge import Counters
 from lazyio.bench.residency import resident_pages
 from lazyio.bench.runs import Arm
 from lazyio.bench.workload import Cut, Workload, uniform
-from lazyio.errors import Unsupported
+from lazyio.errors import RunsDifferError, Unsupported
 from lazyio.fetchers.base import Bytes, Landed, ReadPlan, ReadStats
 from lazyio.fetchers.pread import PreadFetcher
 from lazyio.ple.spec import TableSpec

@@ -10,12 +10,11 @@ import pytest
 from rich.console import Console
 
 from lazyio.bench import save_trace, session
-from lazyio.bench.equal import RunsDifferError
 from lazyio.bench.options import Request
 from lazyio.bench.outcome import Outcome
 from lazyio.bench.session import execute
 from lazyio.bench.take import TakeBaseline
-from lazyio.errors import NotCold, SettingError, Unsupported
+from lazyio.errors import NotCold, RunsDifferError, SettingError, Unsupported
 from lazyio.fetchers.mmap import MmapFetcher
 from lazyio.ple.spec import TableSpec
 
