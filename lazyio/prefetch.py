@@ -81,7 +81,7 @@ class Prefetcher:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._queue: deque[weakref.ref[Ticket]] = deque()
-        self._awaited: deque[Ticket] = deque()
+        self._awaited: deque[Ticket] = deque()  # a ticket once for each thread that waits for it
         self._reading: Ticket | None = None
         self._unread: weakref.WeakSet[Ticket] = weakref.WeakSet()
         self._lenders: deque[weakref.ref[Ticket]] = deque(maxlen=_LENDERS)
@@ -150,8 +150,10 @@ class Prefetcher:
                 self._finish(ticket, Cancelled(why))
 
     def _outstanding(self) -> list[Ticket]:
+        """Tickets that are not finished, some of them twice: those in the queues may be, and are dropped later."""
         queued = [ticket for ticket in (each() for each in self._queue) if ticket is not None]
-        return [*queued, *self._awaited, *([self._reading] if self._reading else [])]
+        known = [*queued, *self._awaited, *([self._reading] if self._reading else [])]
+        return [ticket for ticket in known if ticket._state != "finished"]
 
     def _held(self) -> int:
         return sum(_bytes_of(ticket) for ticket in self._unread)
@@ -167,18 +169,26 @@ class Prefetcher:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (ticket := self._next()) is not None:
-            self._serve(ticket)
-            del ticket  # or it would live until the next one comes
+        try:
+            while (ticket := self._next()) is not None:
+                self._serve(ticket)
+                del ticket  # or it would live until the next one comes
+        except BaseException as error:  # nobody may be left waiting for a thread that is gone
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Hand an error that should not have been to all who wait; the next ticket starts another thread."""
+        with self._changed:
+            for ticket in self._outstanding():
+                self._finish(ticket, error)
+            self._thread = self._reading = None
 
     def _next(self) -> Ticket | None:
         """Wait for a ticket to read; None when the thread is to end."""
         with self._changed:
             while not self._closed:
-                ticket = self._awaited[0] if self._awaited else self._first_with_room()
+                ticket = self._first_awaited() or self._first_with_room()
                 if ticket is not None:
-                    if self._awaited:
-                        self._awaited.popleft()
                     ticket._state = "reading"
                     self._reading = ticket
                     return ticket
@@ -186,6 +196,14 @@ class Prefetcher:
                     break
             self._thread = None
             return None
+
+    def _first_awaited(self) -> Ticket | None:
+        """The first ticket that a thread waits for and that was neither read nor cancelled since."""
+        while self._awaited:
+            ticket = self._awaited.popleft()
+            if ticket._state == "queued":
+                return ticket
+        return None
 
     def _first_with_room(self) -> Ticket | None:
         """The first ticket of the queue that anybody wants, if its rows may be held, were they all distinct."""
@@ -201,6 +219,7 @@ class Prefetcher:
         error: BaseException | None = None
         try:
             unique, inverse, rows = self._read(ticket._ids)
+            inverse = inverse.reshape(ticket._shape)  # fails where it was cancelled before its ids were taken
         except BaseException as raised:  # whatever it is, it is for who asked
             error = raised
         with self._changed:
@@ -208,13 +227,13 @@ class Prefetcher:
             if ticket._state == "finished":  # cancelled meanwhile
                 return
             if error is None:
-                ticket._packed, ticket._inverse = (unique, rows), inverse.reshape(ticket._shape)
+                ticket._packed, ticket._inverse = (unique, rows), inverse
                 self._unread.add(ticket)
                 self._lenders.appendleft(weakref.ref(ticket))
             self._finish(ticket, error)
 
     def _read(self, ids: Int64) -> tuple[Int64, Int64, Bytes]:
-        with Gather(self._gate, len(ids)) as stats:
+        with self._gate.turn, Gather(self._gate, len(ids)) as stats:
             unique, inverse = dedup(ids)
             rows = np.empty((len(unique), self._row_bytes), np.uint8)
             missing = self._borrow(unique, rows) if self._lends else None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -130,6 +131,22 @@ def test_threads_take_from_one_table(double: LazyTable, made: MadeTable) -> None
     assert len(threads_that_read()) == 1
 
 
+def test_threads_wait_for_one_ticket(held: Held, made: MadeTable) -> None:
+    first = held.table.prefetch([1])
+    held.reading()
+    shared, last = held.table.prefetch(np.arange(200)), held.table.prefetch([300])
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(check_result, shared, made, np.arange(200)) for _ in range(3)]
+        until(lambda: len(held.table._prefetcher._awaited) == 3)
+        held.let_go()
+        for each in waiting:
+            each.result(timeout=30)
+    for ticket, ids in ((last, [300]), (first, [1])):
+        until(ticket.done)
+        check_result(ticket, made, ids)
+    assert len(held.fetcher.plans) == 3
+
+
 # --- rows that another ticket has ------------------------------------------------------------------------------------
 
 
@@ -250,6 +267,80 @@ def test_who_waits_for_a_ticket_learns_that_it_was_cancelled(held: Held) -> None
             waiting.result(timeout=30)
 
 
+def test_a_ticket_that_is_cancelled_while_threads_wait_for_it_is_not_read(held: Held, made: MadeTable) -> None:
+    first = held.table.prefetch([1])
+    held.reading()
+    ticket, last = held.table.prefetch([2, 3]), held.table.prefetch([4])
+    prefetcher = held.table._prefetcher
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ticket.result) for _ in range(2)]
+        until(lambda: len(prefetcher._awaited) == 2)
+        with prefetcher._changed:  # the thread that reads may be the first to see it
+            ticket._prefetcher._finish(ticket, Cancelled("cancelled"))
+            assert prefetcher._first_awaited() is None
+        held.let_go()
+        for each in waiting:
+            with pytest.raises(Cancelled):
+                each.result(timeout=30)
+    until(last.done)
+    check_result(last, made, [4])
+    check_result(first, made, [1])
+    assert len(held.fetcher.plans) == 2
+
+
+def test_an_interrupted_wait_leaves_other_threads_waiting(
+    open_double: Callable[..., LazyTable], spec: TableSpec, made: MadeTable
+) -> None:
+    with open_double(spec, budget_bytes=MIB) as table, ThreadPoolExecutor(1) as pool:
+        held = Held(table)
+        first, ticket = table.prefetch([1]), table.prefetch(np.arange(4201))  # which has no room
+        held.reading()
+        prefetcher = table._prefetcher
+        other = pool.submit(check_result, ticket, made, np.arange(4201))
+        until(lambda: len(prefetcher._awaited) == 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prefetcher._changed, "wait_for", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                ticket.result()
+        held.let_go()
+        other.result(timeout=30)
+        check_result(first, made, [1])
+
+
+def test_a_thread_that_fails_leaves_nobody_waiting(
+    held: Held, made: MadeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tickets = [held.table.prefetch([number]) for number in range(3)]
+    held.reading()
+    prefetcher = held.table._prefetcher
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(prefetcher, "_first_awaited", Mock(side_effect=MemoryError("no memory")))
+        waiting = pool.submit(tickets[2].result)
+        until(lambda: len(prefetcher._awaited) == 1)
+        held.let_go()
+        with pytest.raises(MemoryError, match="no memory"):
+            waiting.result(timeout=30)
+        with pytest.raises(MemoryError, match="no memory"):
+            tickets[1].result()
+        until(lambda: not threads_that_read())
+    check_result(tickets[0], made, [0])
+    check_result(held.table.prefetch([5]), made, [5])
+
+
+def test_results_that_were_taken_outlive_closing(held: Held, made: MadeTable) -> None:
+    first, queued, taken = (held.table.prefetch([number]) for number in range(3))
+    held.reading()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(check_result, taken, made, [2])
+        until(lambda: len(held.table._prefetcher._awaited) == 1)
+        held.let_go()
+        waiting.result(timeout=30)
+    held.table.close()
+    check_result(taken, made, [2])
+    check_result(first, made, [0])
+    del queued
+
+
 def test_a_forgotten_ticket_is_not_read(held: Held, made: MadeTable) -> None:
     first = held.table.prefetch([1])
     held.reading()
@@ -275,7 +366,7 @@ def test_failures_are_raised_by_the_result(double: LazyTable, made: MadeTable, m
             with pytest.raises(ReadError, match="the disk is gone"):
                 bad.result()
     check_result(double.prefetch([2]), made, [2])
-    assert double._staging._lent == []
+    assert not len(double._staging._lent)
 
 
 def test_closing_waits_for_the_read_and_cancels_the_rest(held: Held, made: MadeTable) -> None:
