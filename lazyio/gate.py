@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from lazyio.errors import TableError
 from lazyio.fetchers.base import ReadStats
@@ -46,32 +48,56 @@ class TableStats(ReadStats):
 
 
 class Gate:
-    """Knows the gathers under way, so that closing can wait for them, and sums up what they did."""
+    """Knows the gathers under way, so that closing can wait for them, and sums up what they did.
+
+    A gather goes `with gate.turn, Gather(gate, rows) as stats`. The turn is a lock of its thread, which no interrupt
+    leaves behind: it is taken and given back without a step of Python in between.
+    """
 
     def __init__(self) -> None:
         self.stats = TableStats()
         self.closed = False
+        self._passed_on = False
         self.renew()
         renew_in_child(self)
 
     def renew(self) -> None:
         """Forget the gathers of other threads, which a child does not have."""
         self.lock = threading.Lock()
-        self.idle = threading.Condition(self.lock)
-        self.under_way = 0
+        self._own = threading.local()
+        self._turns: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def turn(self) -> threading.RLock:
+        """What the calling thread holds while it gathers."""
+        turn: threading.RLock | None = getattr(self._own, "turn", None)
+        if turn is None:
+            turn = threading.RLock()
+            with self.lock:
+                self._turns.add(turn)
+            self._own.turn = turn
+        return turn
 
     def close(self) -> bool:
-        """Refuse new gathers and wait for the rest; False if that was done before."""
+        """Refuse new gathers and wait for the rest; whether it is now for the caller to free things, as it is once.
+
+        Raises TableError inside a gather of the same thread, where only a signal handler can call it.
+        """
+        if self.turn._is_owned():  # type: ignore[attr-defined]
+            raise TableError("a table can't be closed in the middle of a gather of the same thread; do it afterwards")
+        self.closed = True
         with self.lock:
-            if self.closed:
-                return False
-            self.closed = True
-            self.idle.wait_for(lambda: not self.under_way)
-            return True
+            turns = list(self._turns)
+        for turn in turns:
+            with turn:
+                pass  # whoever takes it from now on sees that the table is closed
+        with self.lock:
+            first, self._passed_on = not self._passed_on, True
+        return first
 
 
 class Gather:
-    """One gather passing the gate; what it does is counted in the stats that it is entered with."""
+    """One gather that has its turn; what it does is counted in the stats that it is entered with."""
 
     __slots__ = ("_gate", "_started", "_stats")
 
@@ -80,11 +106,8 @@ class Gather:
         self._stats = TableStats(gathers=1, rows=rows)
 
     def __enter__(self) -> TableStats:
-        gate = self._gate
-        with gate.lock:
-            if gate.closed:
-                raise TableError("the table is closed")
-            gate.under_way += 1
+        if self._gate.closed:
+            raise TableError("the table is closed")
         self._started = time.perf_counter()
         return self._stats
 
@@ -92,7 +115,4 @@ class Gather:
         gate, stats = self._gate, self._stats
         stats.wall_s = time.perf_counter() - self._started
         with gate.lock:
-            gate.under_way -= 1
-            if not gate.under_way and gate.closed:
-                gate.idle.notify_all()
             gate.stats.add(stats)

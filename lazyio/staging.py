@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import mmap
 import threading
+import weakref
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from lazyio.fetchers.base import Bytes
 from lazyio.forking import renew_in_child
 from lazyio.units import format_bytes
 
+# An interrupt can cut a lease off between any two steps, so that nobody says that it has ended: whoever waits for one
+# looks again after so long.
+_LOOK_AGAIN_S = 0.05
 _STEP_BYTES = 1 << 20  # areas are whole multiples, so that leases of about one size share them
 
 # What a child inherits of its parent's areas is not mapped there (MADV_DONTFORK), and must never be unmapped either:
@@ -58,7 +62,7 @@ class Staging:
         """End a lease."""
         with self._changed:
             if area in self._lent:  # not so in a child that was forked during the lease
-                self._lent.remove(area)
+                self._lent.discard(area)
                 bisect.insort(self._free, area, key=lambda free: len(free.bytes))
                 self._changed.notify_all()
 
@@ -80,8 +84,8 @@ class Staging:
                 if self._held() + rounded <= self.budget_bytes:
                     area = _Area(rounded)
                     break
-                self._changed.wait()
-            self._lent.append(area)
+                self._changed.wait(_LOOK_AGAIN_S)
+            self._lent.add(area)
             return area
 
     def _held(self) -> int:
@@ -89,13 +93,14 @@ class Staging:
 
     def renew(self) -> None:
         """Start empty in a child process, leaving the parent's areas alone."""
-        _abandoned.extend((self._free, self._lent))
+        _abandoned.extend((*self._free, *self._lent))
         self._begin()
 
     def _begin(self) -> None:
         self._changed = threading.Condition()
         self._free: list[_Area] = []  # smallest first
-        self._lent: list[_Area] = []
+        # Weakly: an area whose lease an interrupt cut off goes with the frame that it was lent to.
+        self._lent: weakref.WeakSet[_Area] = weakref.WeakSet()
 
 
 class _Lease:

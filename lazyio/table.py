@@ -125,8 +125,8 @@ class LazyTable:
         """
         asked = _integers(ids)
         self._validate(asked)
-        result = self._result(asked.shape, out)
-        with Gather(self._gate, asked.size) as stats:
+        result = self._result(asked, out)
+        with self._gate.turn, Gather(self._gate, asked.size) as stats:
             self._rows.gather(asked, result.reshape(asked.size, self.row_bytes), stats)
         return result
 
@@ -137,7 +137,7 @@ class LazyTable:
         """
         asked = _integers(ids)
         self._validate(asked)
-        with Gather(self._gate, asked.size) as stats:
+        with self._gate.turn, Gather(self._gate, asked.size) as stats:
             unique, inverse = dedup(np.ascontiguousarray(asked, np.int64).reshape(-1))
             stats.unique_rows = len(unique)
             packed = np.empty((len(unique), self.row_bytes), np.uint8)
@@ -191,8 +191,12 @@ class LazyTable:
         (`spec.head_bias`, EXL3) needs them, others do without. Those of `gather_unique(ids)` are `np.unique(ids)`.
         `lazyio.ple.codec.decode` tells in which precision each step is taken.
         Raises Unsupported for a stored type without a decoder, TableError for rows of another length and for ids that
-        are missing or of another shape, RowIndexError for ids outside the table.
+        are missing or of another shape, RowIndexError for ids outside the table, TypeError for rows in no array.
         """
+        if not isinstance(packed, np.ndarray):
+            raise TypeError(
+                f"packed rows must be an array of uint8 [..., {self.row_bytes}], and are a {type(packed).__name__}"
+            )
         if packed.shape[-1:] != (self.row_bytes,):
             raise TableError(f"packed rows are {self.row_bytes} bytes long here, not {packed.shape[-1:]}")
         bias = None if self.spec.head_bias is None else self._bias_of(ids, packed.shape[:-1])
@@ -247,8 +251,8 @@ class LazyTable:
                 f"row {wrong} is outside the table {self.spec.tensor}, which has rows 0 to {self.n_rows - 1}"
             )
 
-    def _result(self, shape: tuple[int, ...], out: Bytes | None) -> Bytes:
-        wanted = (*shape, self.row_bytes)
+    def _result(self, asked: NDArray[Any], out: Bytes | None) -> Bytes:
+        wanted = (*asked.shape, self.row_bytes)
         if out is None:
             return np.empty(wanted, np.uint8)
         if not isinstance(out, np.ndarray):
@@ -258,6 +262,8 @@ class LazyTable:
                 f"out must be writeable C-contiguous uint8 {wanted}, and is {out.dtype} {out.shape}"
                 f"{'' if out.flags.c_contiguous else ', not contiguous'}{'' if out.flags.writeable else ', read-only'}"
             )
+        if np.may_share_memory(asked, out):
+            raise ValueError("out must not overlap the ids: they would be overwritten before they are all looked at")
         return out
 
 
@@ -267,11 +273,18 @@ def _integers(ids: Any) -> NDArray[Any]:
         return array
     if not array.size and not isinstance(ids, np.ndarray):
         return array.astype(np.int64)  # an empty list has no type of its own
+    if array.dtype == np.object_ and _beyond_64_bits(array):
+        return array  # as far outside a table as ids can be, which is for the check of ids to say
     raise TypeError(f"row ids must be integers of at most 64 bits, and are {array.dtype}")
 
 
+def _beyond_64_bits(array: NDArray[Any]) -> bool:
+    numbers = array.reshape(-1).tolist()
+    return all(isinstance(number, int) for number in numbers) and not -(2**63) <= min(numbers) <= max(numbers) < 2**64
+
+
 def open_table(
-    path: str | os.PathLike[str] | TableSpec,
+    path: str | bytes | os.PathLike[str] | TableSpec,
     tensor: str | None = None,
     *,
     mode: str | None = None,
@@ -302,8 +315,10 @@ def open_table(
 
     Raises TableError where there is no such table or its file can't be used, SettingError for a setting that is
     malformed or has no effect in this mode, NeverFits where mode off is asked for and memory does not suffice,
-    Unsupported under `strict` where something can't be had as asked.
+    Unsupported under `strict` where something can't be had as asked, TypeError for an argument of another type.
     """
+    if extra is not None and not isinstance(extra, dict):
+        raise TypeError(f"extra must be a dict of options by name, and is {extra!r}")
     given = {
         "direct_io": direct_io,
         "workers": workers,

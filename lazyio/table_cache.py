@@ -61,7 +61,7 @@ class TableCache:
     @contextmanager
     def _inside(self) -> Iterator[TableStats]:
         """Keep the table from being closed. Raises TableError where it is."""
-        with Gather(self._gate, 0) as stats:
+        with self._gate.turn, Gather(self._gate, 0) as stats:
             stats.gathers = 0
             yield stats
 

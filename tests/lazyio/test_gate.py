@@ -1,3 +1,4 @@
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from lazyio.gate import Gate, Gather, TableStats
 def test_what_gathers_did_is_summed_up() -> None:
     gate = Gate()
     for rows in (3, 5):
-        with Gather(gate, rows) as stats:
+        with gate.turn, Gather(gate, rows) as stats:
             stats.add(ReadStats(reads=2, bytes_read=100, resumed=1, service_s=0.5))
             stats.unique_rows = 2
     total = gate.stats
@@ -33,7 +34,7 @@ def test_stats_add_and_subtract_every_field() -> None:
 
 def test_an_error_inside_lets_go_and_is_counted() -> None:
     gate = Gate()
-    with pytest.raises(ZeroDivisionError), Gather(gate, 1):
+    with pytest.raises(ZeroDivisionError), gate.turn, Gather(gate, 1):
         1 / 0  # noqa: B018 - any error will do
     assert gate.stats.gathers == 1
     assert gate.close()
@@ -44,7 +45,7 @@ def test_closing_waits_for_all_and_refuses_more() -> None:
     inside, may_leave = threading.Barrier(4), threading.Event()
 
     def gather() -> None:
-        with Gather(gate, 1):
+        with gate.turn, Gather(gate, 1):
             inside.wait()
             may_leave.wait()
 
@@ -54,7 +55,7 @@ def test_closing_waits_for_all_and_refuses_more() -> None:
         closing = pool.submit(gate.close)
         while not gate.closed:
             time.sleep(0.001)
-        with pytest.raises(TableError, match="the table is closed"), Gather(gate, 1):
+        with pytest.raises(TableError, match="the table is closed"), gate.turn, Gather(gate, 1):
             pytest.fail("it let somebody in")
         assert not closing.done()
         may_leave.set()
@@ -69,7 +70,7 @@ def test_a_child_does_not_wait_for_gathers_of_its_parent() -> None:
     inside, may_leave = threading.Event(), threading.Event()
 
     def gather() -> None:
-        with Gather(gate, 1):
+        with gate.turn, Gather(gate, 1):
             inside.set()
             may_leave.wait()
 
@@ -86,8 +87,55 @@ def test_a_child_does_not_wait_for_a_lock_that_its_parent_held() -> None:
     gate = Gate()
 
     def check() -> None:
-        with Gather(gate, 1):
+        with gate.turn, Gather(gate, 1):
             pass
 
     with gate.lock:
         run_in_child(check, limit_s=5)
+
+
+def test_a_gather_that_is_cut_off_at_its_end_keeps_nobody_waiting() -> None:
+    """Ctrl-C at the first step of leaving: the exception, and with it every frame, is still about when it is closed."""
+
+    class CutOff(Gather):
+        def __exit__(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    gate = Gate()
+    try:
+        with gate.turn, CutOff(gate, 1):
+            pass
+    except KeyboardInterrupt:
+        closed = ThreadPoolExecutor(1).submit(gate.close)
+        assert closed.result(5)
+
+
+def test_closing_again_after_an_interrupted_close_frees_things() -> None:
+    gate = Gate()
+    inside, may_leave = threading.Event(), threading.Event()
+
+    def gather() -> None:
+        with gate.turn, Gather(gate, 1):
+            inside.set()
+            may_leave.wait()
+
+    def interrupt() -> None:
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(gather)
+        inside.wait()
+        pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            gate.close()
+        may_leave.set()
+        assert gate.close()
+    assert not gate.close()
+
+
+def test_a_signal_handler_can_not_close_under_a_gather() -> None:
+    gate = Gate()
+    with gate.turn, Gather(gate, 1), pytest.raises(TableError, match="in the middle of a gather of the same thread"):
+        gate.close()
+    assert gate.close()

@@ -166,7 +166,7 @@ def test_an_interrupted_gather_leaves_nothing_behind(
         with pytest.raises(KeyboardInterrupt):
             table.gather(ids)
         areas = table._staging._free
-        assert table._staging._lent == []
+        assert not len(table._staging._lent)
         for area in areas:
             area.bytes[:] = 0x5A
         time.sleep(0.02)
