@@ -113,7 +113,7 @@ def _of_file(path: str, spec: TableSpec) -> tuple[Int64, Bytes]:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             ids, edited = stored["ids"], stored["rows"]
     except Exception as error:  # damage shows in many ways
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or "it is no such file, or a damaged one"
         raise TableError(
             f"{path} can't be read as an overlay, an .npz file of `ids` int64 [n] and `rows` uint8 [n, row_bytes]: "
             f"{reason}"

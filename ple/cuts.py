@@ -67,7 +67,7 @@ def plan_cuts(
     `reads_per_token` are device reads, after dedup; `limit_reads_per_s` is what the device gives and `tokens_per_s`
     what the trunk computes with all rows in memory. A ubatch costs `read_fixed_s` and `compute_fixed_s` whatever its
     size. All cuts but the last are multiples of `step` tokens, or of `ubatch_max` where that is less. Returns [] for no
-    tokens. Raises SettingError for numbers that are not positive (the two fixed costs may be 0).
+    tokens. Raises SettingError for numbers that are not finite and positive (the two fixed costs may be 0).
 
     The makespan is the greatest, over all i, of reads 1 to i and computes i to m. So within a given makespan the end of
     ubatch i has a bound that grows with the end of ubatch i-1, and making each ubatch as large as its bound reaches
@@ -141,4 +141,5 @@ def _check(given: dict[str, float]) -> None:
     for name, value in given.items():
         may_be_zero = name in ("n_tokens", "read_fixed_s", "compute_fixed_s")
         if not (math.isfinite(value) and (value > 0 or (may_be_zero and value == 0))):
-            raise SettingError(f"{name} is {value}; it must be {'0 or more' if may_be_zero else 'more than 0'}")
+            least = "0 or more" if may_be_zero else "more than 0"
+            raise SettingError(f"{name} is {value}; it must be finite and {least}")

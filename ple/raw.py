@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+from typing import SupportsIndex
 
 from lazyio.errors import TableError
 from lazyio.fetchers.base import Extent
@@ -13,7 +14,7 @@ from lazyio.ple.spec import TableSpec
 
 
 def raw_table(
-    path: str | os.PathLike[str],
+    path: str | bytes | os.PathLike[str],
     *,
     rows: int | None = None,
     row_bytes: int,
@@ -25,10 +26,10 @@ def raw_table(
 
     `rows` None takes as many whole rows as the file has. `dtype` is the name of a stored type, such as "IQ4_NL" or
     "BF16"; `row_values` follows from it and is only checked where given. Raises TableError for a geometry that
-    contradicts itself or does not fit the file.
+    contradicts itself or does not fit the file, TypeError for numbers that are not whole.
     """
-    path = os.fspath(path)
-    row_bytes, offset = operator.index(row_bytes), operator.index(offset)
+    path = os.fsdecode(path)
+    row_bytes, offset = _whole("row_bytes", row_bytes), _whole("offset", offset)
     if row_bytes < 1 or offset < 0:
         raise TableError(f"{path}: rows of {row_bytes} bytes from byte {offset} can't be; state at least 1 and 0")
     if dtype not in TYPES:
@@ -41,7 +42,7 @@ def raw_table(
         raise TableError(f"{path}: {row_bytes} bytes of {dtype} hold {values} values, not {row_values}")
     with SourceFile(path) as source:
         fitting = max(0, source.size - offset) // row_bytes
-    rows = fitting if rows is None else operator.index(rows)
+    rows = fitting if rows is None else _whole("rows", rows)
     if rows < 1 or rows > fitting:
         raise TableError(
             f"{path} has {source.size} bytes, which is room for {fitting} rows of {row_bytes} bytes from byte {offset} "
@@ -56,3 +57,10 @@ def raw_table(
         row_bytes=row_bytes,
         extents=(Extent(path, offset, 0, rows),),
     )
+
+
+def _whole(name: str, value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, and is {value!r}") from None

@@ -29,6 +29,10 @@ Int64 = NDArray[np.int64]
 #: Token ids of one sequence, in order: an integer array or a sequence of ints.
 Tokens = NDArray[Any] | Sequence[int]
 
+# Rows beyond those of the heads are padding, up to a multiple of 128 in the release. Constants derived for a given
+# number of rows leave less than the primes of all heads lie apart, some hundreds.
+_MOST_PADDING_ROWS = 4096
+
 
 class RowIds(Protocol):
     """Turns the token ids of one sequence into row ids."""
@@ -53,8 +57,8 @@ def row_ids_of(spec: TableSpec, vocab: int | None = None) -> RowIds:
     """The row ids of a table: hashed where it has n-gram constants, else the token ids themselves.
 
     `vocab` is the number of token ids, where it is known and lower than what the constants allow.
-    Raises TableError if the constants contradict each other or reach beyond the table, or where a table of hashed
-    n-grams comes without them.
+    Raises TableError if the constants contradict each other, reach beyond the table or leave more of it unused than
+    padding can be, or where a table of hashed n-grams comes without them.
     """
     if spec.ngram is None:
         if "ngram_embedding" in spec.tensor or (spec.architecture or "").startswith("qwen4"):
@@ -68,6 +72,12 @@ def row_ids_of(spec: TableSpec, vocab: int | None = None) -> RowIds:
         raise TableError(
             f"{spec.path}: the n-gram heads of {spec.tensor} address {row_ids.rows} rows, but the table has "
             f"{spec.rows}; the constants belong to another table, or rows are missing"
+        )
+    if spec.rows - row_ids.rows > _MOST_PADDING_ROWS:
+        raise TableError(
+            f"{spec.path}: the n-gram heads of {spec.tensor} address {row_ids.rows} rows, and the table has "
+            f"{spec.rows}, more than {_MOST_PADDING_ROWS} beyond them: the constants and the table are of two models; "
+            "bring the files of one together"
         )
     return row_ids
 

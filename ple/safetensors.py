@@ -165,4 +165,6 @@ def _inside(index: Path, file: str) -> str:
             f"{index} names a file outside its folder: {file!r} leads to {real}; "
             "if that is meant, put the file itself into the folder"
         )
+    if os.path.isdir(real):
+        raise TableError(f"{index} is damaged: its weight_map names {file!r} as a file of tensors, which is a folder")
     return str(index.parent / file)

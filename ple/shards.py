@@ -142,10 +142,7 @@ def _row_bytes(tensors: Sequence[StoredTensor]) -> int:
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise TableError(f"{where} has shape {list(tensor.shape)}; a table has rows and values, some of each")
         if (tensor.dtype, tensor.shape[1]) != (first.dtype, first.shape[1]):
-            raise TableError(
-                f"{where} has rows of {tensor.shape[1]} values of {tensor.dtype}, unlike {first.name!r} with "
-                f"{first.shape[1]} of {first.dtype}; shards of one table must be alike"
-            )
+            raise _unlike(first, tensor)
         if not tensor.size_bytes or tensor.size_bytes % tensor.shape[0]:
             raise TableError(
                 f"{where} has the type {tensor.dtype}, which is unknown here, and the room it takes does not tell how "
@@ -160,6 +157,16 @@ def _row_bytes(tensors: Sequence[StoredTensor]) -> int:
             f"of {first.dtype}"
         )
     return row_bytes
+
+
+def _unlike(first: StoredTensor, other: StoredTensor) -> TableError:
+    # A type that is unknown is the likelier fault, whichever shard has it.
+    odd, usual = (other, first) if first.dtype in TYPES else (first, other)
+    unknown = "" if odd.dtype in TYPES else ", a type unknown here"
+    return TableError(
+        f"{odd.path}: tensor {odd.name!r} has rows of {odd.shape[1]} values of {odd.dtype}{unknown}, unlike "
+        f"{usual.name!r} with {usual.shape[1]} of {usual.dtype}; shards of one table must be alike"
+    )
 
 
 def _extents(tensors: Sequence[StoredTensor], row_bytes: int) -> tuple[Extent, ...]:

@@ -27,26 +27,28 @@ _EMBEDDING = re.compile(r"(?:.*\.)?(?:[^.]*(?:embd|embed)[^.]*|wte|wpe)\.weight"
 _SHOWN = 8  # names that an error message lists
 
 
-def find_tables(path: str | os.PathLike[str]) -> list[TableSpec]:
+def find_tables(path: str | bytes | os.PathLike[str]) -> list[TableSpec]:
     """Every table that a model's files are known to have, per-layer embedding tables first, then token embeddings.
 
     `path` is a GGUF file (any part of a split one), a safetensors file, its index, or a folder with these. Token
     embeddings that can't be used are left out. Raises TableError for files that are damaged, and for a per-layer
     embedding table that is stored in a way that can't be read.
     """
-    checkpoint = _open_checkpoint(os.fspath(path))
+    checkpoint = _open_checkpoint(os.fsdecode(path))
     tables = group_shards(checkpoint.names)
     return [*_ple_tables(checkpoint, tables), *_embeddings(checkpoint, tables)]
 
 
-def find_table(path: str | os.PathLike[str], tensor: str | None = None) -> TableSpec:
+def find_table(path: str | bytes | os.PathLike[str], tensor: str | None = None) -> TableSpec:
     """The one per-layer embedding table of a model, or the table of the given name.
 
     `path` is as for `find_tables`. `tensor` is a tensor's name, or `T.weight` for shards `T.shard_N.weight`; ".weight",
     ".trellis" and the like may be left out. Raises TableError where no table or more than one fits; the message lists
-    what there is.
+    what there is. Raises TypeError for a name that is no text.
     """
-    checkpoint = _open_checkpoint(os.fspath(path))
+    if tensor is not None and not isinstance(tensor, str):
+        raise TypeError(f"tensor must be the name of one, and is {tensor!r}")
+    checkpoint = _open_checkpoint(os.fsdecode(path))
     tables = group_shards(checkpoint.names)
     if tensor is not None:
         return _named_table(checkpoint, tables, tensor)

@@ -149,7 +149,8 @@ def _load_ids(path: str) -> NDArray[Any]:
         with open(path, "rb") as file:
             ids = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise TableError(f"can't read token ids from {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or "it is no .npy file of integers, or a damaged one"
+        raise TableError(f"can't read token ids from {path}: {reason}") from error
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
         found = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, np.ndarray) else "an archive"
         raise TableError(f"{path} must hold token ids as a .npy array of integers in one dimension; it holds {found}")
@@ -194,8 +195,9 @@ def _load_trace(path: str) -> tuple[Int64, Int64]:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             rows, lengths = archive["row_ids"], archive["lengths"]
     except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        reason = getattr(error, "strerror", None) or "it is no such file, or a damaged one"
         raise TableError(
-            f"can't read a trace from {path}; it must be a .npz file with the arrays row_ids and lengths: {error}"
+            f"can't read a trace from {path}, a .npz file with the arrays row_ids and lengths: {reason}"
         ) from error
     if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (rows, lengths)):
         raise TableError(f"row_ids and lengths of {path} must be integers in one dimension")

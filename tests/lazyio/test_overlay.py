@@ -166,6 +166,10 @@ def test_files_that_can_not_be_read(tmp_path: Path, spec: TableSpec) -> None:
         told = refusal(tmp_path / name, spec)
         assert "can't be read as an overlay" in told
         assert str(tmp_path / name) in told
+        assert "pickle" not in told
+    for name in ("text.npz", "empty.npz", "other.npz", "array.npy"):
+        assert refusal(tmp_path / name, spec).endswith("row_bytes]: it is no such file, or a damaged one")
+    assert refusal(tmp_path / "missing.npz", spec).endswith("No such file or directory")
 
 
 def test_a_refused_overlay_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, spec: TableSpec) -> None:

@@ -125,6 +125,9 @@ def test_out_is_filled_and_returned(open_way: OpenWay, spec: TableSpec, made: Ma
         (np.array([2**63], np.uint64), 2**63),
         (np.array([-(2**63)]), -(2**63)),
         (np.int32(-3), -3),
+        ([2**64], 2**64),
+        ([5, -(2**70)], -(2**70)),
+        ([0] * 100 + [2**64], 2**64),
     ],
 )
 def test_ids_outside_are_refused_before_anything_is_read(double: LazyTable, ids: Any, wrong: int) -> None:
@@ -137,7 +140,7 @@ def test_ids_outside_are_refused_before_anything_is_read(double: LazyTable, ids:
 
 
 @pytest.mark.parametrize(
-    "ids", [[1.0], np.empty(0), [True], ["1"], None, [2**70], [None], np.array([1], object), [1 + 0j]]
+    "ids", [[1.0], np.empty(0), [True], ["1"], None, [2**70, "1"], [None], np.array([1], object), [1 + 0j]]
 )
 def test_what_is_no_integer_is_refused(double: LazyTable, ids: Any) -> None:
     for gather in (double.gather, double.gather_unique):
@@ -181,6 +184,11 @@ def test_nothing_is_read_for_no_rows(double: LazyTable) -> None:
 def test_rows_of_another_length_are_not_decoded(double: LazyTable) -> None:
     with pytest.raises(TableError, match="packed rows are 90 bytes long here"):
         double.decode(np.zeros((2, 91), np.uint8))
+
+
+def test_rows_in_no_array_are_not_decoded(double: LazyTable) -> None:
+    with pytest.raises(TypeError, match=r"packed rows must be an array of uint8 \[\.\.\., 90\], and are a list"):
+        double.decode([[0] * 90])  # type: ignore[arg-type]
 
 
 def test_a_table_beyond_the_end_of_its_file_is_not_opened(open_way: OpenWay, spec: TableSpec, tmp_path: Path) -> None:
@@ -289,6 +297,12 @@ def test_what_it_says_of_itself(spec: TableSpec) -> None:
         assert (table.n_rows, table.row_bytes, table.row_values, table.dtype) == (4201, 90, 90, "U8")
         assert table.extents == spec.extents
         assert table.spec is spec
+@pytest.mark.parametrize("extra", [5, 0, "a", [("a", 1)]])
+def test_extra_options_have_names(spec: TableSpec, extra: Any) -> None:
+    with pytest.raises(TypeError, match="extra must be a dict of options by name, and is "):
+        open_table(spec, mode="on", extra=extra)
+
+
         assert repr(table) == "<LazyTable rows 4201 x 90 U8 by mmap>"
 
 

@@ -116,12 +116,14 @@ def all_cuts(tokens: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"n_tokens": -1}, "n_tokens is -1; it must be 0 or more"),
-        ({"limit_reads_per_s": 0}, "limit_reads_per_s is 0; it must be more than 0"),
-        ({"tokens_per_s": float("nan")}, "tokens_per_s is nan; it must be more than 0"),
+        ({"n_tokens": -1}, "n_tokens is -1; it must be finite and 0 or more"),
+        ({"limit_reads_per_s": 0}, "limit_reads_per_s is 0; it must be finite and more than 0"),
+        ({"tokens_per_s": float("nan")}, "tokens_per_s is nan; it must be finite and more than 0"),
+        ({"tokens_per_s": float("inf")}, "tokens_per_s is inf; it must be finite and more than 0"),
+        ({"read_fixed_s": float("inf")}, "read_fixed_s is inf; it must be finite and 0 or more"),
         ({"ubatch_max": 0}, "ubatch_max is 0"),
         ({"step": 0}, "step is 0"),
-        ({"compute_fixed_s": -1e-3}, "compute_fixed_s is -0.001; it must be 0 or more"),
+        ({"compute_fixed_s": -1e-3}, "compute_fixed_s is -0.001; it must be finite and 0 or more"),
     ],
 )
 def test_numbers_that_can_not_be_are_refused(given: dict[str, float], message: str) -> None:

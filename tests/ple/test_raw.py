@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +48,19 @@ def test_what_can_not_be(path: Path, geometry: dict[str, int], message: str) -> 
     with pytest.raises(TableError) as caught:
         raw_table(path, **geometry)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "geometry", [{"row_bytes": 91.0}, {"row_bytes": 9, "offset": "1"}, {"row_bytes": 9, "rows": 1.5}]
+)
+def test_numbers_that_are_not_whole(path: Path, geometry: dict[str, Any]) -> None:
+    name, value = list(geometry.items())[-1]
+    with pytest.raises(TypeError, match=f"^{name} must be a whole number, and is {value!r}$"):
+        raw_table(path, **geometry)
+
+
+def test_a_path_of_bytes(path: Path) -> None:
+    assert raw_table(os.fsencode(path), row_bytes=9) == raw_table(path, row_bytes=9)
 
 
 def test_missing_file(tmp_path: Path) -> None:

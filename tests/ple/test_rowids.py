@@ -206,6 +206,18 @@ def test_constants_that_reach_beyond_the_table_are_refused():
         row_ids_of(spec_of(sum(SIZES) - 1, TINY))
 
 
+def test_a_table_of_another_model_is_told_by_rows_that_no_head_addresses():
+    padded = sum(SIZES) + 4096
+    assert row_ids_of(spec_of(padded, TINY)).heads == TINY_HEADS
+    with pytest.raises(TableError, match=f"address {sum(SIZES)} rows, and the table has {padded + 1}, more than 4096"):
+        row_ids_of(spec_of(padded + 1, TINY))
+
+
+@pytest.mark.parametrize("rows", [390, 981_818, 385_482_465, 2**40])
+def test_constants_made_for_a_table_fit_it(rows: int):
+    assert row_ids_of(spec_of(rows, derive_constants(rows))).heads == 16
+
+
 @pytest.mark.parametrize(
     "constants",
     [

@@ -105,6 +105,14 @@ def test_an_index_that_leads_outside(tmp_path: Path, indexed: Path, write_safete
     assert "names a file outside its folder" in refusal(indexed)
 
 
+@pytest.mark.parametrize("file", ["", ".", "sub/..", "sub", "sub/"])
+def test_an_index_that_names_a_folder(indexed: Path, file: str) -> None:
+    (indexed / "sub").mkdir()
+    write_index(indexed, {"a": file})
+    told = refusal(indexed)
+    assert f"model.safetensors.index.json is damaged: its weight_map names {file!r} as a file of tensors" in told
+
+
 def test_links_and_folders_inside(indexed: Path) -> None:
     (indexed / "link.safetensors").symlink_to("one.safetensors")
     (indexed / "sub").mkdir()

@@ -88,6 +88,13 @@ def test_shards_that_differ(other: StoredTensor) -> None:
     assert "shards of one table must be alike" in refusal(shard(0), other)
 
 
+def test_an_unknown_type_is_told_whichever_shard_has_it() -> None:
+    odd = "tensor 't.shard_{}.weight' has rows of 4 values of NEW, a type unknown here, unlike 't.shard_{}.weight'"
+    assert odd.format(0, 1) in refusal(shard(0, dtype="NEW"), shard(1))
+    assert odd.format(1, 0) in refusal(shard(0), shard(1, dtype="NEW"))
+    assert "unknown" not in refusal(shard(0), shard(1, values=5))
+
+
 @pytest.mark.parametrize("shape", [(40,), (2, 5, 4), (0, 4), (10, 0)])
 def test_no_table(shape: tuple[int, ...]) -> None:
     message = refusal(StoredTensor("t", "BF16", shape, "f", 0, 80), table="t")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from lazyio.errors import TableError
 from lazyio.fetchers.base import Extent
+from lazyio.ple.ngram import derive_constants
 from lazyio.ple.spec import NgramHash, TableSpec
+from lazyio.ple.synthetic import write_gguf
 from lazyio.ple.tables import find_table, find_tables
 
 CONSTANTS = NgramHash((23703573157769, 20109073645365, 8052911324071), (11, 13, 17, 19), (0, 11, 24, 41), 2, 255)
@@ -307,6 +310,25 @@ def test_constants_that_can_not_be(tmp_path: Path, change: dict[str, object], me
     written_gguf(path, "qwen4exp", ngram=NgramHash(**(fields | change)))
     assert f"{path}: constants of {GGUF_PLE}" in refusal(path)
     assert message in refusal(path)
+
+
+def test_the_table_of_another_model_in_place_of_a_part(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    parts = write_gguf(tmp_path / "m.gguf", 20_000, parts=3, sparse=True)
+    others = write_gguf(tmp_path / "other" / "m.gguf", 30_000, parts=3, sparse=True)
+    assert find_table(parts[0]).rows == 20_000
+    others[2].replace(parts[2])
+    addressed = sum(derive_constants(20_000).head_sizes)
+    assert f"address {addressed} rows, and the table has 30000, more than 4096 beyond them" in refusal(parts[0])
+
+
+def test_paths_and_names_of_other_types(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    written_gguf(path, "gemma4")
+    assert find_table(os.fsencode(path)) == find_table(path)
+    assert find_tables(os.fsencode(path)) == find_tables(path)
+    with pytest.raises(TypeError, match=r"^tensor must be the name of one, and is 5$"):
+        find_table(path, 5)  # type: ignore[arg-type]
 
 
 def test_offsets_beyond_4_gib(tmp_path: Path) -> None:
