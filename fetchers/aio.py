@@ -148,13 +148,21 @@ class Context:
         """Whether a submitted read is carried out beside its submitter, tried on the first of `requests`.
 
         False where it is carried out while it is submitted, as by filesystems without asynchronous direct I/O. A read
-        may also have ended before it is looked for, so it takes several to be sure of that.
+        may also have ended before it is looked for, so it takes several to be sure of that. Raises Unsupported where a
+        call is refused, and the context can't be used again.
         """
-        return any(self._is_under_way(requests) for _ in range(_TRIES))
+        try:
+            return any(self._is_under_way(requests) for _ in range(_TRIES))
+        except OSError as error:
+            self.close()
+            raise Unsupported(_why_refused(error.errno or 0)) from error
 
     def _is_under_way(self, requests: Requests) -> bool:
         """Whether the first of `requests` has not ended yet when its submission has; waits for it."""
-        if _call(self._submit, self._handle, 1, requests.list_from(0)) != 1:
+        started = _call(self._submit, self._handle, 1, requests.list_from(0))
+        if started in (-errno.EPERM, -errno.ENOSYS):
+            raise OSError(-started, f"io_submit failed: {os.strerror(-started)}")
+        if started != 1:
             return False
         under_way = not self._collect(0, 1, 0)
         if under_way:

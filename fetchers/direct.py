@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import mmap
@@ -82,7 +83,8 @@ def _buffered(files: FileSet, reason: str | None) -> Opened:
         for descriptor in files.descriptors:
             descriptors.append(os.dup(descriptor))
             # Rows are scattered: what readahead would fetch beside them is never used.
-            os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_RANDOM)
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_RANDOM)
     except BaseException:
         _close_all(descriptors)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -80,4 +81,10 @@ def _open(path: str, flags: int) -> int:
     try:
         return os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
-        raise TableError(f"can't open {path}: {error.strerror}") from error
+        raise TableError(f"can't open {path}: {cause_of(error)}") from error
+
+
+def cause_of(error: OSError) -> str:
+    """Why a file can't be opened, and what to do where that can be told; words for a user."""
+    hint = "; raise RLIMIT_NOFILE (ulimit -n)" if error.errno == errno.EMFILE else ""
+    return f"{error.strerror or error}{hint}"

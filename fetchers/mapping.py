@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lazyio.errors import ReadError
+from lazyio.errors import ReadError, Unsupported
 from lazyio.fetchers.base import Bytes, Extent, Int64, ReadStats
 from lazyio.fetchers.files import FileSet
 from lazyio.host import owns_or_writes
@@ -63,6 +64,8 @@ class MappedRows:
         self._place_shift = np.zeros(len(extents), np.int64)
         self._address_shift = np.zeros(len(extents), np.int64)
         pages = 0
+        if safe:
+            _probe_safe_copy()
         try:
             for number, extent in enumerate(extents):
                 pages += self._map(number, extent, pages) + 1
@@ -216,25 +219,35 @@ class MappedRows:
             target[part] = anywhere[address[part] - base]
 
     def _copy_safely(self, ids: Int64, address: Int64, out: Bytes) -> None:
-        """Let the kernel copy: where the file has lost its end, it answers EFAULT instead of killing the process."""
+        """Let the kernel copy: where the file has lost its end, it answers EFAULT instead of killing the process.
+
+        Raises ReadError.
+        """
         for start in range(0, len(address), IOV_MAX):
             part = address[start : start + IOV_MAX]
             remote = iovecs(part, self._row_bytes)
             local = iovecs(np.array([address_of(out[start:])]), len(part) * self._row_bytes)
-            copied = libc().process_vm_readv(os.getpid(), address_of(local), 1, address_of(remote), len(part), 0)
+            copied = _copy_in_kernel(local, remote)
             if copied != len(part) * self._row_bytes:
-                self._lost(int(ids[start + max(0, copied) // self._row_bytes]))
+                raise self._failed(int(ids[start + max(0, copied) // self._row_bytes]), -min(0, copied))
 
-    def _lost(self, row: int) -> None:
+    def _failed(self, row: int, code: int) -> ReadError:
+        """The error of a row that was not copied; `code` is an errno, or 0 where the copy ended before it."""
         extent = self._extents[int(np.searchsorted(self._first, row, side="right")) - 1]
         offset = extent.offset + (row - extent.first_row) * self._row_bytes
-        raise ReadError(
-            f"{extent.path} at offset {offset}: row {row} can't be read any more; the file was truncated or its device "
-            "failed",
+        lost = code in (0, errno.EFAULT)
+        what = (
+            "can't be read any more; the file was truncated or its device failed"
+            if lost
+            else f"can't be copied: process_vm_readv failed: {os.strerror(code)}"
+        )
+        return ReadError(
+            f"{extent.path} at offset {offset}: row {row} {what}",
             path=extent.path,
             offset=offset,
             wanted=self._row_bytes,
-            got=0,
+            got=0 if lost else None,
+            errno=None if lost else code,
         )
 
     def _trim(self) -> None:
@@ -242,6 +255,32 @@ class MappedRows:
         if _mapped_resident_bytes() > self._rss_bytes:
             for made in self._maps:
                 made.madvise(mmap.MADV_DONTNEED)
+
+
+def _probe_safe_copy() -> None:
+    """Raise Unsupported where the kernel does not copy from this process to itself."""
+    byte = np.zeros(1, np.uint8)
+    itself = iovecs(np.array([address_of(byte)]), 1)
+    code = -_copy_in_kernel(itself, itself)
+    if code <= 0:
+        return
+    cause = (
+        f"this kernel ({os.uname().release}) has none"
+        if code == errno.ENOSYS
+        else "a seccomp profile forbids it; allow process_vm_readv"
+    )
+    raise Unsupported(
+        f"mmap_safe copies rows with process_vm_readv, which is refused ({errno.errorcode.get(code, code)}): {cause}, "
+        "or leave mmap_safe out; direct reads (mode uring or on-direct with direct_io on) make no map and need neither"
+    )
+
+
+def _copy_in_kernel(local: NDArray[np.void], remote: NDArray[np.void]) -> int:
+    """Copy `remote` to `local` within this process; return the bytes copied, or the negated errno."""
+    copied: int = libc().process_vm_readv(
+        os.getpid(), address_of(local), len(local), address_of(remote), len(remote), 0
+    )
+    return copied if copied >= 0 else -ctypes.get_errno()
 
 
 def iovecs(addresses: Int64, lengths: Int64 | int) -> NDArray[np.void]:

@@ -187,7 +187,11 @@ class PreadFetcher(Fetcher):
         with mmap.mmap(-1, int(block[0])) as area:
             address = zero + np.frombuffer(area, np.uint8).ctypes.data
             reads = (Requests(zero, descriptor, zero, block, address) for descriptor in self._descriptors)
-            return all(context.goes_on_by_itself(read) for read in reads)
+            try:
+                return all(context.goes_on_by_itself(read) for read in reads)
+            except Unsupported as refused:
+                self.aio_refused = str(refused)
+                return False
 
     def _begins_reads(self) -> bool:
         """Whether a read that must not wait, and so returns with nothing, has at least been begun."""

@@ -209,7 +209,7 @@ class Ring:
                 if refused != errno.EINVAL:
                     break
             if refused != errno.ENOMEM or depth <= 16:
-                raise Unsupported(_why_refused(refused))
+                raise Unsupported(why_refused(refused))
             depth //= 2
 
     def read(
@@ -365,7 +365,8 @@ def _words(address: int, count: int) -> NDArray[np.uint32]:
     return np.ndarray((count,), np.uint32, memoryview((ctypes.c_uint32 * count).from_address(address)))
 
 
-def _why_refused(code: int) -> str:
+def why_refused(code: int) -> str:
+    """What refuses a ring, or to enter one, with this errno, and what to do; words for a user."""
     if code == errno.EPERM:
         try:
             setting = Path("/proc/sys/kernel/io_uring_disabled").read_text().strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -14,7 +15,7 @@ from lazyio.errors import ReadError, Unsupported
 from lazyio.fetchers.base import Bytes, Extent, Fetcher, FetcherOptions, Landed, ReadPlan, ReadStats
 from lazyio.fetchers.direct import open_for_reads
 from lazyio.fetchers.progress import Progress
-from lazyio.fetchers.ring import Ring
+from lazyio.fetchers.ring import Ring, why_refused
 
 
 class UringFetcher(Fetcher):
@@ -84,6 +85,8 @@ class UringFetcher(Fetcher):
         try:
             self.read(plan, np.frombuffer(mmap.mmap(-1, length), np.uint8))
         except ReadError as error:
+            if error.errno in (errno.EPERM, errno.ENOSYS):  # a ring may be made, and may not be entered
+                raise Unsupported(why_refused(error.errno)) from error
             raise Unsupported(f"io_uring is there but a first read through it failed: {error}") from error
 
 

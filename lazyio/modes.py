@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 from dataclasses import dataclass
 
 from lazyio.errors import LazyIOError, TableError, Unsupported
 from lazyio.fetchers import Fetcher, FetcherOptions, load
+from lazyio.fetchers.files import cause_of
 from lazyio.host import available_memory_bytes
 from lazyio.ple.spec import TableSpec
 from lazyio.units import format_bytes
@@ -117,5 +117,4 @@ def _open(mode: str, spec: TableSpec, options: FetcherOptions) -> Fetcher:
     except LazyIOError:
         raise
     except OSError as error:
-        hint = "; raise RLIMIT_NOFILE (ulimit -n)" if error.errno == errno.EMFILE else ""
-        raise TableError(f"can't open {spec.path} with {fetcher.name}: {error.strerror or error}{hint}") from error
+        raise TableError(f"can't open {spec.path} with {fetcher.name}: {cause_of(error)}") from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from lazyio.errors import TableError
+from lazyio.fetchers.files import cause_of
 from lazyio.ple.spec import NgramHash
 
 
@@ -56,8 +57,10 @@ class SourceFile:
         try:
             # Opening a pipe would wait for its writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            raise TableError(f"can't open {path!r}: {getattr(error, 'strerror', None) or error}") from error
+        except OSError as error:
+            raise TableError(f"can't open {path!r}: {cause_of(error)}") from error
+        except ValueError as error:
+            raise TableError(f"can't open {path!r}: {error}") from error
         status = os.fstat(self._descriptor)
         self.size = status.st_size
         if not stat.S_ISREG(status.st_mode):

@@ -71,7 +71,7 @@ def resident_pages(spec: TableSpec) -> int:
 
 def resident_in(wanted: PageRange) -> int:
     """Count the OS pages of one range that are in memory."""
-    with opened(wanted.path) as descriptor:
+    with opened(wanted.path) as descriptor, _named("mincore", wanted.path):
         end = min(wanted.stop, os.fstat(descriptor).st_size)
         return sum(
             _mincore(descriptor, start, min(_SLICE_BYTES, end - start))
@@ -83,13 +83,15 @@ def drop_pages(wanted: PageRange) -> None:
     """Write back what is dirty in the file and ask the kernel to drop the range; mapped pages stay."""
     with opened(wanted.path) as descriptor:
         try:
-            os.fsync(descriptor)
+            with _named("fsync", wanted.path):
+                os.fsync(descriptor)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EROFS):  # nothing there to write back
                 raise
         start = wanted.start // _FOLIO_BYTES * _FOLIO_BYTES
         stop = -(-wanted.stop // _FOLIO_BYTES) * _FOLIO_BYTES
-        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+        with _named("posix_fadvise", wanted.path):
+            os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager
@@ -100,6 +102,15 @@ def opened(path: str) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _named(call: str, path: str) -> Iterator[None]:
+    """Have an error tell which call failed, and on which file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{call} failed: {error.strerror or error}", path) from error
 
 
 def _mincore(descriptor: int, start: int, length: int) -> int:

@@ -177,3 +177,13 @@ def test_a_file_rewritten_meanwhile_is_an_error(files):
     with pytest.raises(ReadError, match="changed after the table was opened"):
         open_for_reads(files, "on", 90, 0)
     assert count_descriptors() == before
+
+
+def test_refused_advice_is_done_without(files, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    opened = open_for_reads(files, "off", 90, 0)
+    assert os.pread(opened.descriptors[1], 9, 1) == Path(files.paths[1]).read_bytes()[1:]
+    opened.close()

@@ -1,4 +1,5 @@
 import ctypes
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lazyio.errors import ReadError
+from lazyio.errors import ReadError, Unsupported
 from lazyio.fetchers import mapping
 from lazyio.fetchers.base import Bytes, Int64, ReadStats
 from lazyio.fetchers.conformance import MadeTable, run_in_child, write_rows
@@ -268,6 +269,42 @@ def test_a_file_that_is_truncated_later_gives_an_error_in_the_safe_way(
         assert (caught.value.offset, caught.value.wanted, caught.value.got) == (10 + 90 * lost, 90, 0)
 
     run_in_child(check)
+    mapped.close()
+
+
+class Answering:
+    """A C library whose `process_vm_readv` answers with an error."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def process_vm_readv(self, *_: object) -> int:
+        ctypes.set_errno(self._code)
+        return -1
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"), [(errno.EPERM, "a seccomp profile forbids it"), (errno.ENOSYS, "this kernel .* has none")]
+)
+def test_a_refused_safe_copy_is_found_out_at_once_and_not_blamed_on_the_file(
+    table: MadeTable, monkeypatch: pytest.MonkeyPatch, code: int, cause: str
+) -> None:
+    monkeypatch.setattr(mapping, "libc", lambda: Answering(code))
+    files = FileSet(extent.path for extent in table.extents)
+    name = errno.errorcode[code]
+    with pytest.raises(Unsupported, match=rf"mmap_safe .*process_vm_readv, which is refused \({name}\): {cause}"):
+        MappedRows(files, table.extents, 90, safe=True, rss_bytes=0)
+    assert table.extents[0].path not in Path("/proc/self/maps").read_text()
+    MappedRows(files, table.extents, 90, safe=False, rss_bytes=0).close()
+    files.close()
+
+
+def test_another_error_of_a_safe_copy_is_told_as_it_is(table: MadeTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = Mapped(table, safe=True)
+    monkeypatch.setattr(mapping, "libc", lambda: Answering(errno.ENOMEM))
+    with pytest.raises(ReadError, match=r"row 7 can't be copied: process_vm_readv failed: Cannot allocate") as caught:
+        mapped.take(np.array([7]), advised=False)
+    assert (caught.value.errno, caught.value.got) == (errno.ENOMEM, None)
     mapped.close()
 
 

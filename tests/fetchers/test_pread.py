@@ -257,6 +257,22 @@ def test_refused_native_aio_means_the_pool_and_a_reason(path, monkeypatch):
         check(path, plan, buffer)
 
 
+@pytest.mark.parametrize("call", ["submit", "getevents"])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+def test_half_refused_native_aio_means_the_pool_and_a_reason(path, monkeypatch, call, code):
+    open_fetcher(path, "queued").close()
+    refused = dict(zip(("setup", "destroy", "submit", "getevents"), aio._calls(), strict=True))[call]
+    really = aio._call
+    monkeypatch.setattr(aio, "_call", lambda number, *rest: -code if number == refused else really(number, *rest))
+    with PreadFetcher([Extent(str(path), 0, 0, SIZE)], 1, FetcherOptions(direct_io="on")) as fetcher:
+        assert fetcher.direct_io
+        assert f"native AIO is refused ({errno.errorcode[code]})" in fetcher.aio_refused
+        plan = scattered(fetcher, 300)
+        buffer = make_buffer(plan)
+        fetcher.read(plan, buffer)
+        check(path, plan, buffer)
+
+
 def test_a_thread_that_gets_no_queue_uses_the_pool(path, monkeypatch):
     def refuse(entries):
         raise Unsupported("native AIO is refused (EAGAIN): no room")

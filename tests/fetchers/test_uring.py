@@ -144,6 +144,22 @@ def test_a_ring_that_reads_nothing_is_no_ring(table: MadeTable, monkeypatch: pyt
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+def test_a_ring_that_may_be_made_and_not_entered_is_refused_like_one_that_may_not_be_made(
+    table: MadeTable, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    open_uring(table).close()
+
+    class Refused(rings.Ring):
+        def _enter(self, wait_for: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fetchers, "Ring", Refused)
+    with pytest.raises(Unsupported) as caught:
+        UringFetcher(table.extents, table.row_bytes, FetcherOptions())
+    assert str(caught.value) == rings.why_refused(code)
+
+
 def test_a_refused_ring_leaves_nothing_open(table: MadeTable, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(depth: int) -> None:
         raise Unsupported("no ring")

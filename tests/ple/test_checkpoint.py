@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def test_a_file_that_shrinks_is_an_error(tmp_path: Path) -> None:
         os.truncate(path, 5)
         with pytest.raises(TableError, match="became shorter"):
             source.read(0, 10)
+
+
+def test_too_many_open_files_come_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(TableError, match=r"can't open .*: Too many open files; raise RLIMIT_NOFILE \(ulimit -n\)"):
+        SourceFile(str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("name", ["missing", "with\0nul", "x" * 300])

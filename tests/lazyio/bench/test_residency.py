@@ -1,3 +1,5 @@
+import ctypes
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -83,3 +85,22 @@ def test_freshly_written_pages_are_dropped_too(path: Path) -> None:
     whole = PageRange(str(path), 0, 65 * PAGE_BYTES)
     drop_pages(whole)
     assert resident_in(whole) == 0
+
+
+def test_a_refused_call_is_named_with_the_path(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def answer_refused(*_: object) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    whole = PageRange(str(path), 0, 65 * PAGE_BYTES)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    with pytest.raises(OSError, match="posix_fadvise failed: Operation not permitted") as caught:
+        drop_pages(whole)
+    assert (caught.value.errno, caught.value.filename) == (errno.EPERM, str(path))
+    monkeypatch.setattr("lazyio.bench.residency._libc.mincore", answer_refused)
+    with pytest.raises(OSError, match="mincore failed: Operation not permitted") as caught:
+        resident_in(whole)
+    assert (caught.value.errno, caught.value.filename) == (errno.EPERM, str(path))
