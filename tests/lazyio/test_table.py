@@ -297,18 +297,18 @@ def test_what_it_says_of_itself(spec: TableSpec) -> None:
         assert (table.n_rows, table.row_bytes, table.row_values, table.dtype) == (4201, 90, 90, "U8")
         assert table.extents == spec.extents
         assert table.spec is spec
-@pytest.mark.parametrize("extra", [5, 0, "a", [("a", 1)]])
-def test_extra_options_have_names(spec: TableSpec, extra: Any) -> None:
-    with pytest.raises(TypeError, match="extra must be a dict of options by name, and is "):
-        open_table(spec, mode="on", extra=extra)
-
-
         assert repr(table) == "<LazyTable rows 4201 x 90 U8 by mmap>"
 
 
 def test_a_setting_without_effect_is_an_error(spec: TableSpec) -> None:
     with pytest.raises(SettingError, match="queue_depth has no effect in mode on"):
         open_table(spec, mode="on", queue_depth=7)
+
+
+@pytest.mark.parametrize("extra", [5, 0, "a", [("a", 1)]])
+def test_extra_options_have_names(spec: TableSpec, extra: Any) -> None:
+    with pytest.raises(TypeError, match="extra must be a dict of options by name, and is "):
+        open_table(spec, mode="on", extra=extra)
 
 
 def test_the_environment_is_heard(spec: TableSpec, monkeypatch: pytest.MonkeyPatch) -> None:
