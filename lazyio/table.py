@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -60,13 +59,14 @@ class LazyTable:
         wrap: Wrap | None = None,
     ) -> None:
         self.spec = spec
-        self._fetcher, self.backend = open_fetcher(mode, spec, options, strict=strict)
-        if wrap is not None:
-            self._fetcher = wrap(self._fetcher)
         ahead_bytes = budget_bytes // _AHEAD
         self._staging = Staging(budget_bytes - ahead_bytes)
         self._gate = Gate()
+        self._fetcher, self.backend = open_fetcher(mode, spec, options, strict=strict)
         try:
+            self._head_bias = None if spec.head_bias is None else HeadBias(spec, self._fetcher.files)
+            if wrap is not None:
+                self._fetcher = _wrapped(self._fetcher, wrap)
             self._rows: Rows = rows_of(self._fetcher, spec, self._staging, options, cache_bytes)
         except BaseException:
             self._fetcher.close()
@@ -199,7 +199,7 @@ class LazyTable:
             )
         if packed.shape[-1:] != (self.row_bytes,):
             raise TableError(f"packed rows are {self.row_bytes} bytes long here, not {packed.shape[-1:]}")
-        bias = None if self.spec.head_bias is None else self._bias_of(ids, packed.shape[:-1])
+        bias = None if self._head_bias is None else self._bias_of(self._head_bias, ids, packed.shape[:-1])
         return decode(packed, self.dtype, dtype, scale=self.spec.scale, bias=bias)
 
     def close(self) -> None:
@@ -221,11 +221,7 @@ class LazyTable:
             f"<LazyTable {self.spec.tensor} {self.n_rows} x {self.row_values} {self.dtype} by {self.backend.fetcher}>"
         )
 
-    @cached_property
-    def _head_bias(self) -> HeadBias:
-        return HeadBias(self.spec)
-
-    def _bias_of(self, ids: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    def _bias_of(self, bias: HeadBias, ids: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
         asked = None if ids is None else _integers(ids)
         if asked is None or asked.shape != shape:
             raise TableError(
@@ -233,7 +229,7 @@ class LazyTable:
                 f"shape {list(shape)}, and got {'none' if asked is None else f'ids of shape {list(asked.shape)}'}"
             )
         self._validate(asked)
-        return self._head_bias.of(asked)
+        return bias.of(asked)
 
     def _validate(self, asked: NDArray[Any]) -> None:
         if not asked.size:
@@ -265,6 +261,15 @@ class LazyTable:
         if np.may_share_memory(asked, out):
             raise ValueError("out must not overlap the ids: they would be overwritten before they are all looked at")
         return out
+
+
+def _wrapped(fetcher: Fetcher, wrap: Wrap) -> Fetcher:
+    wrapped: object = wrap(fetcher)
+    if not isinstance(wrapped, Fetcher):
+        raise TypeError(
+            f"wrap must return a Fetcher to read with, and returned a {type(wrapped).__name__}: {wrapped!r}"
+        )
+    return wrapped
 
 
 def _integers(ids: Any) -> NDArray[Any]:
@@ -314,7 +319,7 @@ def open_table(
     returns one to use in its place, such as `lazyio.fetchers.trace.traced`; docs/wrappers.md has those there are.
 
     Raises TableError where there is no such table or its file can't be used, SettingError for a setting that is
-    malformed or has no effect in this mode, NeverFits where mode off is asked for and memory does not suffice,
+    malformed or has no effect in this mode or beside the others, NeverFits where mode off is asked for and memory does not suffice,
     Unsupported under `strict` where something can't be had as asked, TypeError for an argument of another type.
     """
     if extra is not None and not isinstance(extra, dict):
@@ -338,7 +343,7 @@ def open_table(
         raise SettingError(f"the spec of {path.tensor} is given, so that the tensor name {tensor} has no effect")
     spec = path if isinstance(path, TableSpec) else find_table(path, tensor)
     _warn_of_networks(spec)
-    return LazyTable(
+    table = LazyTable(
         spec,
         mode,
         options,
@@ -349,6 +354,12 @@ def open_table(
         verify=settings.resolve("verify", verify),
         wrap=wrap,
     )
+    try:
+        settings.check_opened(given, table.backend, spec.row_bytes)
+    except BaseException:
+        table.close()
+        raise
+    return table
 
 
 def _warn_of_networks(spec: TableSpec) -> None:

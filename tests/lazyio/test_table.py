@@ -328,3 +328,17 @@ def test_a_network_filesystem_is_warned_of(spec: TableSpec, monkeypatch: pytest.
         NetworkFilesystemWarning, match=r"a lies on nfs4, .*copy it to a local disk, or load it with mode"
     ):
         open_table(spec, mode="on").close()
+
+
+def test_a_wrap_that_fails_leaves_nothing_open(open_way: OpenWay, spec: TableSpec, tmp_path: Path) -> None:
+    def fail(fetcher: object) -> Any:
+        raise RuntimeError("no wrapper today")
+
+    open_way(spec).close()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="no wrapper today"):
+        open_way(spec, wrap=fail)
+    with pytest.raises(TypeError, match="wrap must return a Fetcher to read with, and returned a NoneType: None"):
+        open_way(spec, wrap=lambda fetcher: None)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
