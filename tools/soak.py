@@ -5,10 +5,11 @@
     python tools/soak.py --rows 10000000 --faults 0.01
 
 Sessions follow one another: a mode is chosen, a table opened, used and closed. Uses are gathers of a few rows and of
-many, gathers in several threads at once, tickets of which some are cancelled, and forked children that gather. With
---faults, reads come short, are interrupted, refused, late or out of order at that rate, and fail for good at a
-thousandth of it; a gather that fails so is done again. A line a minute says how it goes. Ends with 1 where a byte was
-wrong or memory, descriptors or threads grew, and with the stacks of all threads where something hung.
+many, gathers in several threads at once, tickets of which some are cancelled, tickets that several threads wait for,
+and forked children that gather. With --faults, reads come short, are interrupted, refused, late or out of order at that
+rate, and fail for good at a thousandth of it; a gather that fails so is done again. A line a minute says how it goes.
+Ends with 1 where a byte was wrong or memory, descriptors or threads grew, and with the stacks of all threads where
+something hung.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import typer
 # In a checkout that is not installed, the package lies beside this folder; one that is installed comes first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from lazyio import LazyIOError, LazyTable, ReadError, SettingError, TableSpec, Unsupported, open_table
+from lazyio import Cancelled, LazyIOError, LazyTable, ReadError, SettingError, TableSpec, Unsupported, open_table
 from lazyio.fetchers import Fetcher
 from lazyio.fetchers.base import Bytes, Int64
 from lazyio.fetchers.faults import Faults, with_faults
@@ -121,7 +122,15 @@ class Soak:
         self._content = expected_rows(np.arange(spec.rows))
         self._faults, self._seed = faults, seed
         self._random = np.random.default_rng(seed)
-        self._uses = (self._few, self._many, self._distinct, self._at_once, self._ahead, self._in_a_child)
+        self._uses = (
+            self._few,
+            self._many,
+            self._distinct,
+            self._at_once,
+            self._ahead,
+            self._awaited_together,
+            self._in_a_child,
+        )
 
     def session(self, arguments: dict[str, Any], ended: Callable[[], bool]) -> None:
         """Open a table, use it until it is time or it was used enough, and close it."""
@@ -168,6 +177,30 @@ class Soak:
                 self._gather(table, asked[place])
             else:
                 self._check(asked[place], rows[inverse])
+
+    def _awaited_together(self, table: LazyTable) -> None:
+        """A ticket behind a long one, which several threads wait for, and which may be cancelled meanwhile."""
+        long = table.prefetch(self._ids(_MANY))
+        ids = self._ids(_MANY // 8)
+        ticket = table.prefetch(ids)
+        cancel = self._random.random() < 0.5
+        with ThreadPoolExecutor(_THREADS) as pool:
+            waiting = [pool.submit(ticket.result) for _ in range(_THREADS)]
+            if cancel:
+                ticket.cancel()
+                self.tally.cancelled += 1
+        for each in waiting:
+            try:
+                rows, inverse = each.result()
+            except Cancelled:
+                if not cancel:
+                    raise
+            except ReadError as error:
+                self._expect(error)
+            else:
+                self._check(ids, rows[inverse])
+        long.cancel()
+        self.tally.cancelled += 1
 
     def _in_a_child(self, table: LazyTable) -> None:
         """Fork while a ticket is being read, and gather in the child."""
