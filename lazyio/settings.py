@@ -14,16 +14,30 @@ from typing import Any
 
 from lazyio.errors import SettingError
 from lazyio.fetchers.base import FetcherOptions
+from lazyio.fetchers.direct import BUFFERED_FROM_ROW_BYTES
 from lazyio.fetchers.registry import available
-from lazyio.modes import FETCHERS, MODES
+from lazyio.modes import FETCHERS, MODES, Backend
 from lazyio.units import format_bytes, parse_bytes
 
-__all__ = ["SETTINGS", "Setting", "applies", "check", "differing", "document", "fetcher_options", "resolve"]
+__all__ = [
+    "SETTINGS",
+    "Setting",
+    "applies",
+    "check",
+    "check_opened",
+    "differing",
+    "document",
+    "fetcher_options",
+    "resolve",
+]
 
 _PREFIX = "LAZYIO_"
 
 # A mode may also be the name of a fetcher, and then has the settings of the first mode that stands for it.
 _MODE_OF_FETCHER = {fetcher: mode for mode, fetcher in reversed(FETCHERS.items())}
+
+# Fetchers whose rows are copied from a map where they are read through the page cache and not kept in a row cache.
+_MAPPED_IF_BUFFERED = ("pread", "uring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +251,10 @@ def applies(name: str, mode: str) -> bool:
 
 
 def check(mode: str, given: Mapping[str, object]) -> None:
-    """Raise SettingError if a setting given as an argument, not None, would be ignored; also for a misspelt variable.
+    """Raise SettingError if a setting given as an argument, not None, would be ignored, or a variable is no setting.
 
-    Variables of the environment are meant for all tables, so one that does not apply to this mode is left alone.
+    Variables of the environment are meant for all tables, so one that does not apply to this mode is left alone. What
+    can be known only of an open table, `check_opened` finds.
     """
     for name, value in given.items():
         if value is not None and not applies(name, mode):
@@ -247,9 +262,37 @@ def check(mode: str, given: Mapping[str, object]) -> None:
             raise SettingError(f"{name} has no effect in mode {mode}, only in {modes}: leave it out or change the mode")
     if given.get("block_bytes") is not None and resolve("direct_io", given.get("direct_io")) == "off":
         raise SettingError("block_bytes has no effect while direct_io is off: leave one of them out")
-    for variable in os.environ:
-        if variable.startswith(_PREFIX) and variable.removeprefix(_PREFIX).lower() not in SETTINGS:
-            _refuse_misspelt(variable)
+    _refuse_strange_variables()
+
+
+def check_opened(given: Mapping[str, object], backend: Backend, row_bytes: int) -> None:
+    """Raise SettingError if a setting given as an argument has no effect on a table that was opened with it.
+
+    A value that is the default is had anyway. What `auto` did not take may have its settings, and fetchers of third
+    parties may use any.
+    """
+    if backend.mode == "auto" or backend.fetcher not in _MAPPED_IF_BUFFERED:
+        return
+    asked = {
+        name for name, value in given.items() if value is not None and resolve(name, value) != _named(name).default
+    }
+    direct_io, row_cache = (resolve(name, given.get(name)) for name in ("direct_io", "row_cache"))
+    if "block_bytes" in asked and direct_io == "auto" and row_bytes >= BUFFERED_FROM_ROW_BYTES:
+        raise SettingError(
+            f"block_bytes has no effect where direct_io auto has rows of {row_bytes} bytes read through the page "
+            "cache: leave it out, or set direct_io to on"
+        )
+    for name in sorted(asked & {"mmap_rss", "mmap_safe"}):
+        if backend.direct_io:
+            raise SettingError(
+                f"{name} has no effect where direct_io is {direct_io} and reads bypass the page cache, so that no map "
+                "is made: leave it out, or set direct_io to off"
+            )
+        if row_cache:
+            raise SettingError(
+                f"{name} has no effect beside row_cache={format_bytes(row_cache)}, which rows are copied from, so that "
+                "no map is made: leave one of them out"
+            )
 
 
 def differing(given: Mapping[str, object] | None = None) -> list[str]:
@@ -270,8 +313,9 @@ def document() -> str:
         "# Settings",
         "",
         "An argument goes over the environment variable, which goes over the default. A value of another form is an",
-        "error, never the default. So is an argument that has no effect in the chosen mode; a variable, which is meant",
-        "for all tables, is then left alone.",
+        "error, never the default. So is an argument that has no effect in the chosen mode or beside the others; a",
+        "variable, which is meant for all tables, is then left alone. A variable `LAZYIO_...` that is not in this",
+        "table is an error too.",
         "",
         "| setting | variable | default | modes | meaning | values |",
         "|---|---|---|---|---|---|",
@@ -290,7 +334,9 @@ def _named(name: str) -> Setting:
     return SETTINGS[name]
 
 
-def _refuse_misspelt(variable: str) -> None:
-    near = difflib.get_close_matches(variable, [setting.variable for setting in SETTINGS.values()], n=1, cutoff=0.85)
-    if near:
-        raise SettingError(f"the environment has {variable}, which is no setting: did you mean {near[0]}?")
+def _refuse_strange_variables() -> None:
+    variables = [setting.variable for setting in SETTINGS.values()]
+    for variable in os.environ:
+        if variable not in variables and (variable.startswith(_PREFIX) or variable.upper() in variables):
+            nearest = difflib.get_close_matches(variable.upper(), variables, n=1, cutoff=0)[0]
+            raise SettingError(f"the environment has {variable}, which is no setting: did you mean {nearest}?")

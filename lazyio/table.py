@@ -319,7 +319,7 @@ def open_table(
     returns one to use in its place, such as `lazyio.fetchers.trace.traced`; docs/wrappers.md has those there are.
 
     Raises TableError where there is no such table or its file can't be used, SettingError for a setting that is
-    malformed or has no effect in this mode or beside the others, NeverFits where mode off is asked for and memory does not suffice,
+    malformed or has no effect in this mode, NeverFits where mode off is asked for and memory does not suffice,
     Unsupported under `strict` where something can't be had as asked, TypeError for an argument of another type.
     """
     if extra is not None and not isinstance(extra, dict):

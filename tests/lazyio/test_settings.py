@@ -167,11 +167,23 @@ def test_a_block_for_direct_reads_without_direct_reads(monkeypatch: pytest.Monke
         check("uring", given)
 
 
-def test_a_misspelt_variable_is_refused_and_a_strange_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAZYIO_SOMETHING_ELSE", "1")
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("LAZYIO_QUEUEDEPTH", "LAZYIO_QUEUE_DEPTH"),
+        ("LAZYIO_MODE", "LAZYIO_LAZY_MODE"),
+        ("LAZYIO_lazy_mode", "LAZYIO_LAZY_MODE"),
+        ("lazyio_workers", "LAZYIO_WORKERS"),
+        ("LAZYIO_CACHE", "LAZYIO_ROW_CACHE"),
+        ("LAZYIO_SOMETHING_ELSE", "LAZYIO_"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str, nearest: str) -> None:
+    monkeypatch.setenv("LAZYIO_WORKERS", "8")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
     check("auto", {})
-    monkeypatch.setenv("LAZYIO_QUEUEDEPTH", "8")
-    with pytest.raises(SettingError, match="LAZYIO_QUEUEDEPTH, which is no setting: did you mean LAZYIO_QUEUE_DEPTH"):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(SettingError, match=f"has {variable}, which is no setting: did you mean {nearest}"):
         check("auto", {})
 
 

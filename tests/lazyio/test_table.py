@@ -23,7 +23,7 @@ from lazyio import (
     open_table,
     raw_table,
 )
-from lazyio.fetchers.conformance import MadeTable
+from lazyio.fetchers.conformance import MadeTable, write_rows
 from lazyio.host import Filesystem
 
 OpenWay = Callable[..., LazyTable]
@@ -305,6 +305,45 @@ def test_a_setting_without_effect_is_an_error(spec: TableSpec) -> None:
         open_table(spec, mode="on", queue_depth=7)
 
 
+@pytest.mark.parametrize("mode", ["uring", "on-direct"])
+@pytest.mark.parametrize("setting", [{"mmap_safe": True}, {"mmap_rss": "1GiB"}], ids=["safe", "rss"])
+def test_a_setting_of_maps_is_refused_where_there_is_no_map(
+    spec: TableSpec, monkeypatch: pytest.MonkeyPatch, mode: str, setting: dict[str, Any]
+) -> None:
+    (name,) = setting
+    with open_table(spec, mode=mode, direct_io="on") as table:
+        if not table.backend.direct_io:
+            pytest.skip(str(table.backend.fallback_reason))
+    for direct_io in ("on", "auto", None):
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(SettingError, match=f"{name} has no effect where direct_io"):
+            open_table(spec, mode=mode, direct_io=direct_io, **setting)
+        assert os.listdir("/proc/self/fd") == before
+    with pytest.raises(SettingError, match=f"{name} has no effect beside row_cache"):
+        open_table(spec, mode=mode, direct_io="off", row_cache="1MiB", **setting)
+    open_table(spec, mode=mode, direct_io="off", **setting).close()
+    open_table(spec, mode=mode, direct_io="on", mmap_safe=False).close()
+    monkeypatch.setenv(f"LAZYIO_{name.upper()}", "1")
+    open_table(spec, mode=mode, direct_io="on").close()
+
+
+def test_what_auto_did_not_take_may_have_its_settings(spec: TableSpec) -> None:
+    with open_table(spec, mode="auto", reserve="1000T", mmap_safe=True, workers=3, block_bytes=4096) as table:
+        assert table.backend.fetcher != "resident"
+
+
+@pytest.mark.parametrize("mode", ["uring", "on-direct"])
+def test_a_block_is_refused_where_rows_are_too_large_for_direct_reads(
+    tmp_path: Path, make_spec: Callable[[MadeTable], TableSpec], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    spec = make_spec(write_rows(tmp_path, 4096, [("large", 11, 30)]))
+    with pytest.raises(SettingError, match=r"block_bytes has no effect where direct_io auto .* rows of 4096 bytes"):
+        open_table(spec, mode=mode, block_bytes=8192)
+    open_table(spec, mode=mode, block_bytes=8192, direct_io="on").close()
+    monkeypatch.setenv("LAZYIO_BLOCK_BYTES", "8192")
+    open_table(spec, mode=mode).close()
+
+
 @pytest.mark.parametrize("extra", [5, 0, "a", [("a", 1)]])
 def test_extra_options_have_names(spec: TableSpec, extra: Any) -> None:
     with pytest.raises(TypeError, match="extra must be a dict of options by name, and is "):
@@ -328,6 +367,13 @@ def test_a_network_filesystem_is_warned_of(spec: TableSpec, monkeypatch: pytest.
         NetworkFilesystemWarning, match=r"a lies on nfs4, .*copy it to a local disk, or load it with mode"
     ):
         open_table(spec, mode="on").close()
+
+
+def test_an_out_over_the_ids_is_refused(spec: TableSpec) -> None:
+    memory = np.zeros(90 * 1000, np.uint8)
+    ids = memory[:8000].view(np.int64)
+    with open_table(spec, mode="on") as table, pytest.raises(ValueError, match="must not overlap the ids"):
+        table.gather(ids, out=memory.reshape(1000, 90))
 
 
 def test_a_wrap_that_fails_leaves_nothing_open(open_way: OpenWay, spec: TableSpec, tmp_path: Path) -> None:
