@@ -38,10 +38,13 @@ def main(
     warm_ubatch: Annotated[int, typer.Option(help="Tokens of a ubatch, for the time of a hit.")] = 2048,
     warm_tokens: Annotated[int, typer.Option(help="Tokens of the warm passes.")] = 16_384,
     rounds: Annotated[int, typer.Option(help="Warm passes.")] = 9,
+    plot: Annotated[Path | None, typer.Option(help="Draw what is saved to this .png file.")] = None,
 ) -> None:
     spec = find_table(path)
     rows = row_ids_of(spec)(np.load(ids))
-    saved_by_policy(spec, cut(rows, ubatch), [int(text) for text in budgets.split(",")])
+    saved = saved_by_policy(spec, cut(rows, ubatch), [int(text) for text in budgets.split(",")])
+    if plot is not None:
+        draw(saved, plot)
     cost_of_a_hit(spec, cut(rows[:warm_tokens], warm_ubatch), rounds)
     cost_of_a_step(spec, list(np.random.default_rng(0).integers(0, spec.rows, (2000, rows.shape[1]))))
     saved_on_another_text(spec, cut(rows[: len(rows) // 2], ubatch), cut(rows[len(rows) // 2 :], ubatch))
@@ -54,12 +57,12 @@ def cut(rows: Int64, tokens: int) -> list[Int64]:
 # --- what is saved ----------------------------------------------------------------------------------------------------
 
 
-def saved_by_policy(spec: TableSpec, ubatches: list[Int64], budgets: list[int]) -> None:
-    """Reads that caches of several kinds save, in percent of what one without bounds saves."""
+def saved_by_policy(spec: TableSpec, ubatches: list[Int64], budgets: list[int]) -> dict[int, dict[str, float]]:
+    """Reads that caches of several kinds save, in percent of what one without bounds saves, by MiB and kind."""
     unique = [np.unique(ids) for ids in ubatches]
     without, unbounded = sum(map(len, unique)), len(np.unique(np.concatenate(unique)))
     console.print(f"{without:,} rows read without a cache, {unbounded:,} with one that has no bounds")
-    columns = {}
+    columns: dict[int, dict[str, float]] = {}
     for budget in budgets:
         cache = RowCache(spec.rows, spec.row_bytes, budget * MIB)
         places = cache.stats().capacity_rows
@@ -73,13 +76,33 @@ def saved_by_policy(spec: TableSpec, ubatches: list[Int64], budgets: list[int]) 
                 for policy in ("LRU", "CLOCK", "FIFO")
             },
         }
-        columns[f"{budget} MiB"] = {
-            kind: f"{100 * (without - count) / (without - unbounded):.1f}" for kind, count in missed.items()
-        }
-    table = Table("", *columns, title="saved, in percent of what a cache without bounds saves")
+        columns[budget] = {kind: 100 * (without - count) / (without - unbounded) for kind, count in missed.items()}
+    headings = [f"{budget} MiB" for budget in columns]
+    table = Table("", *headings, title="saved, in percent of what a cache without bounds saves")
     for kind in missed:
-        table.add_row(kind, *(column[kind] for column in columns.values()))
+        table.add_row(kind, *(f"{column[kind]:.1f}" for column in columns.values()))
     console.print(table)
+    return columns
+
+
+def draw(saved: dict[int, dict[str, float]], path: Path) -> None:
+    """A line for the row cache and for a few of the others."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    lines = {"row cache": "o-", "one list, LRU": "s--", "sets of 8, CLOCK": "^:", "one list, FIFO": "v:"}
+    for kind, style in lines.items():
+        axes.plot(list(saved), [column[kind] for column in saved.values()], style, label=kind, markersize=5)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(saved), [str(budget) for budget in saved])
+    axes.set_xlabel("MiB of cache")
+    axes.set_ylabel("reads saved, % of what no bounds save")
+    axes.set_ylim(0, 105)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
 
 
 def misses_of(cache: RowCache, unique: list[Int64], row_bytes: int) -> int:

@@ -24,7 +24,9 @@ def test_what_it_prints_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[st
         open_table(table, **tool.OPENED).close()
     except Unsupported as refused:
         pytest.skip(str(refused))
-    tool.main(table, ids, budgets="1", ubatch=50, warm_ubatch=100, warm_tokens=200, rounds=1)
+    picture = tmp_path / "saved.png"
+    tool.main(table, ids, budgets="1", ubatch=50, warm_ubatch=100, warm_tokens=200, rounds=1, plot=picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     printed = " ".join(capsys.readouterr().out.split())
     counts = re.search(r"([\d,]+) rows read without a cache, ([\d,]+) with one", printed).groups()
     without, unbounded = (int(text.replace(",", "")) for text in counts)
