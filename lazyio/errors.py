@@ -2,6 +2,8 @@
 
     LazyIOError
       TableError      (ValueError)    a file, a tensor or a geometry that can't be used
+      ModelError      (ValueError)    a checkpoint, a configuration or a tokenizer that can't be used
+      PromptError     (ValueError)    a prompt that can't be served: empty, or with ids beyond the vocabulary
       RowIndexError   (IndexError)    a row id outside the table
       ReadError       (OSError)       a read that failed or came short; path, offset, wanted, got
       Unsupported     (RuntimeError)  something this machine or build can't do, and what can be done instead
@@ -19,9 +21,11 @@ from __future__ import annotations
 __all__ = [
     "Cancelled",
     "LazyIOError",
+    "ModelError",
     "NetworkFilesystemWarning",
     "NeverFits",
     "NotCold",
+    "PromptError",
     "ReadError",
     "RowIndexError",
     "RunsDifferError",
@@ -37,6 +41,14 @@ class LazyIOError(Exception):
 
 class TableError(LazyIOError, ValueError):
     """A file, a tensor name or a geometry that can't be used as a table."""
+
+
+class ModelError(LazyIOError, ValueError):
+    """A checkpoint, a configuration or a tokenizer that can't be used; the message names the file and what is wrong."""
+
+
+class PromptError(LazyIOError, ValueError):
+    """A prompt that can't be served: empty, with token ids beyond the vocabulary, or longer than the model takes."""
 
 
 class RowIndexError(LazyIOError, IndexError):

@@ -1,0 +1,1 @@
+"""Models that run on torch, their tables left on the disk."""

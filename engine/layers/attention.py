@@ -1,0 +1,34 @@
+"""Softmax attention over the keys and values of a sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, allowed: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(q k^T * scale over the allowed keys) v: [tokens, heads, dim], in the dtype of q.
+
+    q [tokens, heads, dim]; k, v [keys, kv_heads, dim], of which each serves heads / kv_heads query heads in order;
+    allowed bool [tokens, keys], or None where all are.
+    """
+    shared = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(shared, 1).transpose(0, 1)[None] for x in (k, v))
+    mask = None if allowed is None else allowed[None, None]
+    out = functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, scale=scale)
+    return out[0].transpose(0, 1)
+
+
+def causal(tokens: int, keys: int, device: torch.device, window: int | None = None) -> torch.Tensor | None:
+    """Which keys each of the last `tokens` of `keys` positions may see, bool [tokens, keys]; None where all may.
+
+    It sees itself and what comes before it, with `window` only the last so many of these.
+    """
+    if tokens == 1 and (window is None or keys <= window):
+        return None
+    query = torch.arange(keys - tokens, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    allowed = key <= query
+    return allowed if window is None else allowed & (key > query - window)

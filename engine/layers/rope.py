@@ -1,0 +1,37 @@
+"""Rotary position embeddings."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Rope:
+    """Rotates pairs (i, i + half) of the first 2 * half dimensions of a head by position * frequency[i].
+
+    Angles are computed in float32 and their cosines rounded to the dtype of what they rotate, as transformers does.
+    """
+
+    def __init__(self, theta: float, dims: int, *, of_dims: int | None = None, rotated: int | None = None) -> None:
+        """frequency[i] = theta ** (-2 i / of_dims) for i < rotated / 2, 0 for the rest of the dims / 2 pairs.
+
+        `of_dims` and `rotated` are `dims` unless given: "proportional" ropes pair all dimensions of a head and rotate
+        only the first few pairs.
+        """
+        self._theta, self._dims = theta, dims
+        self._of_dims, self._rotated = of_dims or dims, dims if rotated is None else rotated
+
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [tokens, 1, dims / 2] of int64 positions [tokens], for `rotate`."""
+        index = torch.arange(0, self._dims, 2, dtype=torch.float32, device=positions.device)
+        frequency = self._theta ** -(index / self._of_dims)
+        frequency = torch.where(index < self._rotated, frequency, 0.0)
+        angle = positions.float()[:, None, None] * frequency
+        return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate x [tokens, heads, head_dim]; dimensions beyond twice the angles stay as they are."""
+    cos, sin = angles
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

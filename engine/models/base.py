@@ -1,0 +1,80 @@
+"""The contract of a model."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, cast
+
+import torch
+from torch import nn
+
+from lazyio.engine.state import Piece, State
+from lazyio.engine.ubatch import Rows, Ubatch
+
+
+class Stateful(Protocol):
+    """A module that keeps a piece of each sequence's state: `span.state.pieces[self]`."""
+
+    def new_piece(self, capacity: int, dtype: torch.dtype, device: torch.device) -> Piece:
+        """The piece of a sequence that begins, with room for `capacity` tokens."""
+        ...
+
+
+class Model(nn.Module, abc.ABC):
+    """A text model, its table left out.
+
+    Parameters have the names and shapes that transformers gives them in a text-only model ("model.layers.0. ...",
+    "lm_head.weight"). A model is built on the meta device, from the text part of a configuration in the form of
+    transformers' config.json; the loader gives the parameters their values.
+    """
+
+    #: Name of the table's tensor in transformers, without which a checkpoint has none; the loader never reads it.
+    table: ClassVar[str | None] = None
+    #: Parameters that are not loaded but are another one: {"lm_head.weight": "model.embed_tokens.weight"}.
+    tied: Mapping[str, str]
+    vocab: int
+    max_tokens: int  # of a sequence, as the configuration says
+    row_values: int  # of all rows of a token together; 0 without a table
+    #: Parameters that stay in float32 whatever the model's dtype.
+    float32: frozenset[str] = frozenset()
+
+    @classmethod
+    @abc.abstractmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Model:
+        """Build it on the current default device. Raises ModelError for a configuration that it can't follow."""
+
+    @abc.abstractmethod
+    def forward(self, ubatch: Ubatch, rows: Rows | None) -> torch.Tensor:
+        """Hidden states [tokens, hidden] that `logits` turns into logits, and all states moved on.
+
+        `rows` is None for a model without a table.
+        """
+
+    @abc.abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of hidden states [n, hidden]: float32 [n, vocab]."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which hidden states are computed."""
+        return self.get_parameter("model.embed_tokens.weight").dtype
+
+    def new_state(self, capacity: int) -> State:
+        """The state of a sequence that begins, with room for `capacity` tokens."""
+        stateful = [cast(Stateful, module) for module in self.modules() if hasattr(module, "new_piece")]
+        pieces = {module: module.new_piece(capacity, self.dtype, self.device) for module in stateful}
+        return State(pieces, capacity)
+
+    def step(self, ubatch: Ubatch, rows: Rows | None) -> torch.Tensor:
+        """`forward`, without gradients, with the tokens of each sequence counted."""
+        with torch.inference_mode():
+            hidden: torch.Tensor = self(ubatch, rows)
+        for span in ubatch.spans:
+            span.state.tokens += span.length
+        return hidden

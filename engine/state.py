@@ -1,0 +1,131 @@
+"""What a sequence carries from one ubatch to the next."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Protocol, Self
+
+import torch
+
+
+class Piece(Protocol):
+    """One part of the state, of one layer."""
+
+    def clone(self) -> Self:
+        """A copy that shares nothing."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        ...
+
+
+class State:
+    """All pieces of one sequence, by the module that keeps them, and how many tokens they stand for."""
+
+    def __init__(self, pieces: dict[Any, Any], capacity: int) -> None:
+        self.pieces = pieces
+        self.capacity = capacity  # tokens it has room for
+        self.tokens = 0
+
+    def clone(self) -> State:
+        """A copy that shares nothing: a point of the sequence to come back to."""
+        copy = State({module: piece.clone() for module, piece in self.pieces.items()}, self.capacity)
+        copy.tokens = self.tokens
+        return copy
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(piece.nbytes for piece in self.pieces.values())
+
+
+class Composite:
+    """A piece made of pieces: subclass it with a dataclass whose fields are all of them."""
+
+    def clone(self) -> Self:
+        """A copy that shares nothing."""
+        return type(self)(*(piece.clone() for piece in self._pieces()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(piece.nbytes for piece in self._pieces())
+
+    def _pieces(self) -> list[Any]:
+        return [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+
+
+class Growing:
+    """Entries of all tokens so far: a contiguous window with room for `capacity` of them."""
+
+    def __init__(self, capacity: int, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._entries = torch.empty(capacity, *shape, dtype=dtype, device=device)
+        self._length = 0
+
+    def append(self, new: torch.Tensor) -> torch.Tensor:
+        """Add the entries [n, *shape] of the next tokens; return those of all tokens, a view."""
+        end = self._length + len(new)
+        assert end <= len(self._entries), "a sequence outgrew the capacity of its state"
+        self._entries[self._length : end] = new
+        self._length = end
+        return self._entries[:end]
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """Those of all tokens so far, a view."""
+        return self._entries[: self._length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._entries.nbytes
+
+    def clone(self) -> Self:
+        """A copy that shares nothing."""
+        copy = type(self).__new__(type(self))
+        copy._entries, copy._length = self._entries.clone(), self._length
+        return copy
+
+
+class Recent:
+    """Entries of the last `count` tokens, zeros before the start: what a causal convolution reaches back to."""
+
+    def __init__(self, count: int, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._entries = torch.zeros(count, *shape, dtype=dtype, device=device)
+
+    def extend(self, new: torch.Tensor) -> torch.Tensor:
+        """Those entries with the new ones [n, *shape] behind them, [count + n, *shape]; the last `count` are kept."""
+        joined = torch.cat([self._entries, new])
+        self._entries.copy_(joined[len(new) :])
+        return joined
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._entries.nbytes
+
+    def clone(self) -> Self:
+        """A copy that shares nothing."""
+        copy = type(self).__new__(type(self))
+        copy._entries = self._entries.clone()
+        return copy
+
+
+class Recurrent:
+    """A tensor that each ubatch replaces, zeros at the start."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.value = torch.zeros(*shape, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.value.nbytes
+
+    def clone(self) -> Self:
+        """A copy that shares nothing."""
+        copy = type(self).__new__(type(self))
+        copy.value = self.value.clone()
+        return copy

@@ -1,0 +1,67 @@
+"""What one forward pass handles: tokens of one or more sequences, one after the other in one dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lazyio.engine.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens [start, start + length) of a ubatch: they follow on the `before` tokens of their sequence."""
+
+    state: State
+    start: int
+    length: int
+    before: int
+
+    @property
+    def here(self) -> slice:
+        """Where they lie in the ubatch."""
+        return slice(self.start, self.start + self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Ubatch:
+    """Chunks of prompts and decode steps that are computed together; linear layers see them as one batch of tokens."""
+
+    tokens: torch.Tensor  # int64 [tokens]
+    positions: torch.Tensor  # int64 [tokens], each in its own sequence
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, chunks: Sequence[tuple[State, Sequence[int]]], device: torch.device) -> Ubatch:
+        """The next tokens of each sequence. No sequence may come twice, and none may be empty."""
+        spans: list[Span] = []
+        start = 0
+        for state, tokens in chunks:
+            spans.append(Span(state, start, len(tokens), state.tokens))
+            start += len(tokens)
+        positions = torch.cat([torch.arange(span.before, span.before + span.length) for span in spans])
+        ids = torch.tensor([token for _, tokens in chunks for token in tokens], dtype=torch.int64)
+        return cls(_sent(ids, device), _sent(positions, device), tuple(spans))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Rows(Protocol):
+    """The table's rows for the tokens of a ubatch, which may still be on their way."""
+
+    def values(self) -> torch.Tensor:
+        """Wait for them: [tokens, rows a token * row values], in the model's dtype and on its device.
+
+        A model asks as late as it can, once, so that what it computes before hides the wait.
+        """
+        ...
+
+
+def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Checkpoints of a model: what they hold, and its way into parameters."""

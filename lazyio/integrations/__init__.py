@@ -1,0 +1,1 @@
+"""Tables inside other runtimes."""
