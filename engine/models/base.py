@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ class Model(nn.Module, abc.ABC):
     """
 
     #: Name of the table's tensor in transformers, without which a checkpoint has none; the loader never reads it.
-    table: ClassVar[str | None] = None
+    table: str | None = None
     #: Parameters that are not loaded but are another one: {"lm_head.weight": "model.embed_tokens.weight"}.
     tied: Mapping[str, str]
     vocab: int
