@@ -122,6 +122,15 @@ def _cache_size() -> Form:
     return Form(f"auto; {size.accepts}", parse, lambda count: "auto" if count is None else size.write(count))
 
 
+def _ubatch() -> Form:
+    count = _count(1, 1 << 20)
+
+    def parse(text: str) -> int | None:
+        return None if text.lower() == "auto" else count.parse(text)
+
+    return Form(f"auto; {count.accepts}", parse, lambda tokens: "auto" if tokens is None else str(tokens))
+
+
 def _block() -> Form:
     most = 1 << 20
 
@@ -209,6 +218,20 @@ SETTINGS: dict[str, Setting] = {
             _count(0, 1 << 20),
             0,
             "Rows of every gather, chosen at random, that are read once more through the page cache and compared.",
+        ),
+        Setting(
+            "lookahead",
+            _count(0, 64),
+            2,
+            "Of the engine: ubatches of a prompt whose rows are read ahead of the one that is computed. 0: each at its "
+            "turn.",
+        ),
+        Setting(
+            "ubatch",
+            _ubatch(),
+            2048,
+            "Of the engine: tokens of a prompt that are computed together. auto: cuts planned from what reading and "
+            "computing took when the model was loaded, so that they may vary from run to run.",
         ),
         Setting(
             "strict", _switch(), False, "Fail where something that was asked for can't be had, instead of falling back."

@@ -48,6 +48,10 @@ def test_every_default_is_a_value_that_could_have_been_given(name: str) -> None:
         ("row_cache", "Auto", None),
         ("reserve", 0, 0),
         ("mmap_rss", "0", 0),
+        ("lookahead", 0, 0),
+        ("lookahead", "64", 64),
+        ("ubatch", "512", 512),
+        ("ubatch", "AUTO", None),
         ("mmap_safe", True, True),
         ("strict", "no", False),
         ("strict", 1, True),
@@ -84,6 +88,10 @@ def test_accepted(monkeypatch: pytest.MonkeyPatch, name: str, given: object, val
         ("reserve", "some"),
         ("mmap_rss", "-1"),
         ("mmap_safe", "maybe"),
+        ("lookahead", "65"),
+        ("lookahead", "auto"),
+        ("ubatch", "0"),
+        ("ubatch", "all"),
         ("strict", "2"),
     ],
 )
@@ -132,6 +140,7 @@ def test_which_settings_have_effect_in_which_mode(mode: str, without_effect: set
 
 def test_options_of_fetchers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYIO_WORKERS", "8")
+    monkeypatch.setenv("LAZYIO_LOOKAHEAD", "8")  # of the engine: no fetcher hears of it
     options = fetcher_options({"queue_depth": 64, "mmap_rss": "1g", "reserve": None}, {"theirs": 1})
     assert options == FetcherOptions(
         workers=8, queue_depth=64, mmap_rss_bytes=1 << 30, reserve_bytes=2 << 30, extra={"theirs": 1}
