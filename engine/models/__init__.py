@@ -21,7 +21,9 @@ def model_class(model_type: str) -> type[Model]:
     """The model of the `model_type` of a text configuration. Raises ModelError for one that is not known here."""
     if model_type not in _CLASSES:
         known = ", ".join(name.removesuffix("_text") for name in _CLASSES)
-        raise ModelError(f"{model_type.removesuffix('_text')!r} is an architecture that can't be run here; these can: {known}")
+        raise ModelError(
+            f"{model_type.removesuffix('_text')!r} is an architecture that can't be run here; these can: {known}"
+        )
     module, name = _CLASSES[model_type].split(":")
     found: type[Model] = getattr(import_module(f"lazyio.engine.models.{module}"), name)
     return found
