@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from lazyio.engine.weights.gguf_config import config_of
@@ -36,15 +35,11 @@ class GgufSource(Source):
         ways = self._names.of(parameter)
         for way in ways:
             if all(stored.name in self._checkpoint.names for stored in way):
-                return [self._part(stored, parameter, shape) for stored in way]
-        missing = (
-            next((stored.name for stored in ways[0] if stored.name not in self._checkpoint.names), None)
-            if ways
-            else None
-        )
-        raise ModelError(f"{self.path} lacks {missing or 'any tensor'} for the parameter {parameter}")
+                return [self._part(stored) for stored in way]
+        lacking = [stored.name for stored in ways[0] if stored.name not in self._checkpoint.names] if ways else []
+        raise ModelError(f"{self.path} lacks {' and '.join(lacking) or 'any tensor'} for the parameter {parameter}")
 
-    def left_over(self, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:
+    def left_over(self, parameters: Collection[str]) -> list[str]:
         """Names of stored tensors that no parameter uses and that belong to no other part of the model."""
         used = {stored.name for parameter in parameters for way in self._names.of(parameter) for stored in way}
         return [name for name in self._checkpoint.names if name not in used and not self._is_of_another_part(name)]
@@ -56,17 +51,9 @@ class GgufSource(Source):
         # Blocks behind the last layer predict further tokens.
         return other is not None and (other["layer"] is None or int(other["layer"]) >= self.config["num_hidden_layers"])
 
-    def _part(self, stored: Stored, parameter: str, shape: tuple[int, ...]) -> Part:
+    def _part(self, stored: Stored) -> Part:
         tensor = self._checkpoint.tensor(stored.name)
-        if stored.place is not None:
-            tensor = _entry(tensor, stored.place)
-        wanted = tuple(len(range(*cut.indices(size))) for cut, size in zip(stored.into, shape, strict=False))
-        wanted += shape[len(wanted) :]
-        if math.prod(wanted) != math.prod(tensor.shape) or wanted[-1:] != tensor.shape[-1:]:
-            raise ModelError(
-                f"{tensor.path}: tensor {stored.name} is {list(tensor.shape)}, and {parameter} needs {list(wanted)} of it"
-            )
-        return Part(tensor, stored.into, stored.undo)
+        return Part(tensor if stored.place is None else _entry(tensor, stored.place), stored.into, stored.undo)
 
 
 def _entry(tensor: StoredTensor, place: int) -> StoredTensor:

@@ -22,9 +22,9 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 class Stored:
     """A stored tensor that holds a parameter, or the part `into` of it.
 
-    `do` turns values of the parameter's part into stored ones, `undo` turns them back; both take a whole tensor and may
-    return a view. With `place` the values are only that entry of the stored tensor's first dimension, which several
-    parameters share.
+    `do` turns values of the parameter's part into stored ones, `undo` turns them back; both take a whole tensor and keep
+    its shape, and dimensions of 1 are left out of what is stored. With `place` the values are only that entry of the
+    stored tensor's first dimension, which several parameters share.
     """
 
     name: str
@@ -71,19 +71,11 @@ class GgufNames:
 
     def _stored(self, parameter: str, name: str) -> Stored:
         tiles = self._tiles(parameter)
-        if parameter.endswith("conv1d.weight"):
-            return Stored(
-                name,
-                do=lambda x: _changed(tiles and tiles.do, x.squeeze(1)),
-                undo=lambda x: _changed(tiles and tiles.undo, x).unsqueeze(1),
-            )
         if parameter.endswith("A_log"):
             assert tiles is not None
             return Stored(name, do=lambda x: -tiles.do(x).exp(), undo=lambda x: tiles.undo(x.neg().log()))
         if tiles is not None:
             return Stored(name, do=tiles.do, undo=tiles.undo)
-        if parameter.endswith("shared_expert_gate.weight"):
-            return Stored(name, do=lambda x: x[0], undo=lambda x: x[None])
         if self._qwen and _is_zero_centred(parameter):
             return Stored(name, do=lambda x: x + 1, undo=lambda x: x - 1)
         return Stored(name)
@@ -128,10 +120,6 @@ class _Tiles:
 # Of a gated delta net: what has a whole head of values for each value head, and what has queries and keys before them.
 _WIDE = ("in_proj_qkv", "in_proj_z", "conv1d", "out_proj")
 _BEHIND_KEYS = ("in_proj_qkv", "conv1d")
-
-
-def _changed(change: Change | None, x: torch.Tensor) -> torch.Tensor:
-    return x if change is None else change(x)
 
 
 def _is_zero_centred(parameter: str) -> bool:
