@@ -1,0 +1,115 @@
+"""Block-sparse attention: which blocks of earlier tokens each token may attend to.
+
+Source: `Qwen4ExpTextQSAIndexer` of transformers. A sequence is cut in blocks of `ratio` tokens. Each token has a raw
+key and a query of several heads; the key of a complete block is
+
+    bk_b = rope at the block's first token ( norm ( mean of its raw keys ) )
+
+and the score of a block for a query is the sum over heads of relu(q_h . bk_b). Of the complete blocks up to a token,
+the `budget / ratio` with the highest scores may be attended to, the first of those with equal scores, and with them the
+tokens after the last complete block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lazyio.engine.layers.attention import causal
+from lazyio.engine.layers.linear import Linear
+from lazyio.engine.layers.norm import RmsNorm
+from lazyio.engine.layers.rope import Rope, rotate
+from lazyio.engine.state import Composite, Growing, Recent
+from lazyio.engine.ubatch import Span
+
+# Scores are computed for so many queries at a time that no more of them exist at once.
+_MOST_SCORES = 2**24
+
+
+@dataclass
+class BlockKeys(Composite):
+    """The keys of a sequence's complete blocks, and the raw ones that the block after them may begin with."""
+
+    complete: Growing  # [blocks, dim]
+    raw: Recent  # [ratio - 1, dim]
+
+
+class BlockSelection(nn.Module):
+    """The mask of block-sparse attention, from keys and queries of its own."""
+
+    def __init__(self, hidden: int, heads: int, dim: int, budget: int, ratio: int, rope: Rope, eps: float) -> None:
+        """`budget` is in tokens, a multiple of `ratio`; `rope` rotates no more than `dim` dimensions."""
+        super().__init__()
+        self.heads, self.dim, self.budget, self.ratio, self.rope = heads, dim, budget, ratio, rope
+        self.index_qk_proj = Linear(hidden, (heads + 1) * dim)
+        self.q_layernorm = RmsNorm(dim, eps, offset=1.0)
+        self.k_layernorm = RmsNorm(dim, eps, offset=1.0)
+
+    def new_piece(self, capacity: int, dtype: torch.dtype, device: torch.device) -> BlockKeys:
+        """The keys of a sequence that begins."""
+        complete = Growing(capacity // self.ratio, self.dim, dtype=dtype, device=device)
+        return BlockKeys(complete, Recent(self.ratio - 1, self.dim, dtype=dtype, device=device))
+
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], span: Span) -> torch.Tensor | None:
+        """Which keys the tokens of a span may see: bool [tokens, keys], or None where all may, as `attend` takes it.
+
+        x [tokens, hidden] and angles [tokens, 1, rotated / 2] are those of the span. While no token sees more than
+        `budget + ratio - 1` keys, the mask is the causal one.
+        """
+        queries, raw = self.index_qk_proj(x).split([self.heads * self.dim, self.dim], -1)
+        blocks = self._blocks(raw, span)
+        allowed = causal(len(x), span.before + len(x), x.device)
+        if len(blocks) <= self.budget // self.ratio:
+            return allowed
+        if allowed is None:
+            allowed = torch.ones(1, span.before + 1, dtype=torch.bool, device=x.device)
+        queries = self.q_layernorm(queries.view(-1, self.heads, self.dim))
+        self._forbid(allowed, rotate(queries, angles), blocks)
+        return allowed
+
+    def _blocks(self, raw: torch.Tensor, span: Span) -> torch.Tensor:
+        """The keys [blocks, dim] of all blocks that are complete with the raw keys [tokens, dim] of a span."""
+        piece: BlockKeys = span.state.pieces[self]
+        joined = piece.raw.extend(raw)
+        begun = span.before % self.ratio  # raw keys of earlier spans that are in no complete block
+        first, last = span.before // self.ratio, (span.before + len(raw)) // self.ratio
+        if first == last:
+            return piece.complete.entries
+        members = joined[self.ratio - 1 - begun :][: (last - first) * self.ratio]
+        pooled = members.view(last - first, self.ratio, self.dim).mean(1, dtype=torch.float32).to(raw.dtype)
+        starts = torch.arange(first, last, device=raw.device) * self.ratio
+        keys = rotate(self.k_layernorm(pooled)[:, None], self.rope.angles(starts, raw.dtype))
+        return piece.complete.append(keys[:, 0])
+
+    def _forbid(self, allowed: torch.Tensor, queries: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Take out of `allowed` [tokens, keys] the blocks that are not selected by queries [tokens, heads, dim]."""
+        first = allowed.shape[1] - len(queries)  # position of the first query
+        in_blocks = allowed[:, : len(blocks) * self.ratio].view(-1, len(blocks), self.ratio)
+        at_once = max(1, _MOST_SCORES // (self.heads * len(blocks)))
+        for start in range(0, len(queries), at_once):
+            some = queries[start : start + at_once]
+            seen = torch.arange(first + start, first + start + len(some), device=allowed.device) + 1
+            visible = torch.arange(len(blocks), device=allowed.device) < (seen // self.ratio)[:, None]
+            selected = best(scores(some, blocks).masked_fill(~visible, -1), self.budget // self.ratio)
+            # The block that a query's own tail lies in is not visible as a block, and its tokens stay allowed.
+            in_blocks[start : start + at_once] &= (selected | ~visible)[..., None]
+
+
+def scores(queries: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """sum over heads of relu(q_h . bk_b), up to a positive factor: float32 [tokens, blocks], not negative.
+
+    queries [tokens, heads, dim], blocks [blocks, dim].
+    """
+    return functional.relu(queries.float() @ blocks.float().T).sum(1)
+
+
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Where in each row of scores [n, m] its `count` highest are, bool; of equal ones the first. 0 < count <= m."""
+    # Which of several equal ones topk takes is not defined, the value of the lowest it takes is.
+    lowest = scores.topk(count, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = scores > lowest, scores == lowest
+    room = count - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))
