@@ -89,6 +89,50 @@ class Growing:
         return copy
 
 
+class Sliding:
+    """Entries of the last `window` - 1 tokens: what attention with a window reaches back to.
+
+    They lie in a buffer with room for two windows, so that a step of decoding writes one entry and moves the others
+    to the front only once a window.
+    """
+
+    def __init__(self, window: int, capacity: int, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._reach = window - 1
+        self._entries = torch.empty(min(2 * window, capacity), *shape, dtype=dtype, device=device)
+        self._length = 0
+
+    def append(self, new: torch.Tensor) -> torch.Tensor:
+        """Add the entries [n, *shape] of the next tokens; return them behind those that the first of them reaches.
+
+        That is [min(window - 1, tokens before) + n, *shape], valid until the next call.
+        """
+        before = self._entries[max(0, self._length - self._reach) : self._length]
+        end = self._length + len(new)
+        if end > len(self._entries):
+            joined = torch.cat([before, new])
+            self._keep(joined[max(0, len(joined) - self._reach) :])
+            return joined
+        self._entries[self._length : end] = new
+        start, self._length = self._length - len(before), end
+        return self._entries[start:end]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._entries.nbytes
+
+    def clone(self) -> Self:
+        """A copy that shares nothing."""
+        copy = type(self).__new__(type(self))
+        copy._reach, copy._length = self._reach, self._length
+        copy._entries = self._entries.clone()
+        return copy
+
+    def _keep(self, entries: torch.Tensor) -> None:
+        self._entries[: len(entries)] = entries
+        self._length = len(entries)
+
+
 class Recent:
     """Entries of the last `count` tokens, zeros before the start: what a causal convolution reaches back to."""
 

@@ -23,7 +23,7 @@ class Rope:
     def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [tokens, 1, dims / 2] of int64 positions [tokens], for `rotate`."""
         index = torch.arange(0, self._dims, 2, dtype=torch.float32, device=positions.device)
-        frequency = self._theta ** -(index / self._of_dims)
+        frequency = 1.0 / self._theta ** (index / self._of_dims)
         frequency = torch.where(index < self._rotated, frequency, 0.0)
         angle = positions.float()[:, None, None] * frequency
         return angle.cos().to(dtype), angle.sin().to(dtype)

@@ -36,6 +36,8 @@ class Model(nn.Module, abc.ABC):
     vocab: int
     max_tokens: int  # of a sequence, as the configuration says
     row_values: int  # of all rows of a token together; 0 without a table
+    #: Token ids from this one on have row 0 of the table, where that has fewer rows than the vocabulary.
+    row_vocab: int | None = None
     #: Parameters that stay in float32 whatever the model's dtype.
     float32: frozenset[str] = frozenset()
 
