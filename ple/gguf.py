@@ -19,6 +19,7 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: str, files: Sequence[GgufFile]) -> None:
         self.path = path
+        self.first_path = files[0].path  # of the file that has the metadata
         self.metadata = files[0].metadata
         architecture = self.metadata.get("general.architecture")
         self.architecture = architecture if isinstance(architecture, str) else None

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lazyio.errors import TableError
 from lazyio.ple.checkpoint import SourceFile, StoredTensor, check_ranges
@@ -19,6 +23,8 @@ from lazyio.ple.dtypes import GGUF_TYPES
 MAGIC = b"GGUF"
 
 Value = int | float | bool | str | tuple[int | float | bool, ...]
+#: What `read_values` gives: strings and arrays of any length.
+LongValue = int | float | bool | str | list[str] | NDArray[Any]
 
 _VERSIONS = (2, 3)
 _WINDOW_BYTES = 256 << 10
@@ -66,6 +72,27 @@ def read_gguf(path: str) -> GgufFile:
             raise TableError(f"{path} has two tensors of one name; the file is damaged")
         check_ranges(tensors, source.size)
         return GgufFile(path, metadata, _sized(tensors, source.size, alignment))
+
+
+def read_values(path: str, keys: Collection[str]) -> dict[str, LongValue]:
+    """The values of those `keys` that the header of one GGUF file has, whole however long: a vocabulary, a template.
+
+    Arrays of strings are lists, those of numbers numpy arrays. Raises TableError if the header is damaged or cut short,
+    or if a wanted key holds arrays of arrays.
+    """
+    found: dict[str, LongValue] = {}
+    with SourceFile(path) as source:
+        header = _Header(source)
+        _check_magic(source, header)
+        header.unpack(_U64)  # the number of tensors
+        for _ in range(header.unpack(_U64)):
+            key = header.string(_LONGEST_NAME_BYTES, "a key")
+            kind = header.unpack(_U32)
+            if key in keys:
+                found[key] = _read_whole(header, key, kind)
+            else:
+                _read_value(header, key, kind)
+    return found
 
 
 def described(value: Value | None) -> str:
@@ -190,6 +217,24 @@ def _read_value(header: _Header, key: str, kind: int) -> Value | None:
         return tuple(value for (value,) in scalar.iter_unpack(header.take(count * scalar.size)))
     _skip_array(header, key, item_kind, count, depth=1)
     return None
+
+
+def _read_whole(header: _Header, key: str, kind: int) -> LongValue:
+    if kind in _SCALARS:
+        return header.unpack(_SCALARS[kind])
+    if kind == _STRING:
+        return header.string(_LONGEST_HEADER_BYTES, f"the value of {key!r}")
+    item_kind, count = (header.unpack(_U32), header.unpack(_U64)) if kind == _ARRAY else (kind, 0)
+    if item_kind in _SCALARS:
+        layout = _SCALARS[item_kind]
+        return np.frombuffer(header.take(count * layout.size), np.dtype(layout.format))
+    if item_kind == _STRING:
+        header.expect(count * _U64.size)
+        return [header.string(_LONGEST_HEADER_BYTES, f"a string of {key!r}") for _ in range(count)]
+    raise TableError(
+        f"{header.source.path}: key {key!r} must be a number, a string or an array of these, and has the value type "
+        f"{item_kind}; the file is damaged"
+    )
 
 
 def _skip_array(header: _Header, key: str, item_kind: int, count: int, depth: int) -> None:
