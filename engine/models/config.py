@@ -72,6 +72,12 @@ class Config:
         many = "integers" if count is None else f"{count} integers"
         return self._several(key, default, known, f"{many}, none negative", count)
 
+    def integer_of_each(self, key: str, count: int) -> list[int]:
+        """So many integers, none negative, or a single one that stands for all of them."""
+        if isinstance(self._get(key, None), list | tuple):
+            return self.integers(key, count=count)
+        return [self.integer(key)] * count
+
     def numbers(self, key: str, default: list[float] | None = None, *, count: int) -> list[float]:
         """So many finite numbers."""
         return [float(x) for x in self._several(key, default, _is_number, f"{count} numbers", count)]
@@ -82,6 +88,19 @@ class Config:
         if not isinstance(value, Mapping):
             raise self.error(key, "it must be an object with keys of its own")
         return Config(value, f"{self._inside}{key}.")
+
+    def numbered(self, key: str) -> dict[int, Config]:
+        """Configurations by number, as in {"05": {...}}: the value of `key`, none where the key is absent."""
+        part = self.part(key)
+        if not all(number.isdecimal() for number in part._values):
+            raise self.error(key, "its keys must be numbers")
+        return {int(number): part.part(number) for number in part._values}
+
+    def only(self, *keys: str) -> None:
+        """Refuse a configuration that has other keys than these."""
+        for key in self._values:
+            if key not in keys:
+                raise self.error(key, f"no key other than {_listed(keys)} can be followed here")
 
     def expect(self, **values: Any) -> None:
         """Refuse a configuration that has one of these keys with another value: only that one is followed here."""
