@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lazyio.engine.layers.attention import causal
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import RmsNorm
 from lazyio.engine.layers.rope import Rope, rotate
@@ -54,21 +53,17 @@ class BlockSelection(nn.Module):
         return BlockKeys(complete, Recent(self.ratio - 1, self.dim, dtype=dtype, device=device))
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], span: Span) -> torch.Tensor | None:
-        """Which keys the tokens of a span may see: bool [tokens, keys], or None where all may, as `attend` takes it.
+        """Which keys the tokens of a span may see: bool [tokens, keys], or None where all up to each token.
 
-        x [tokens, hidden] and angles [tokens, 1, rotated / 2] are those of the span. While no token sees more than
-        `budget + ratio - 1` keys, the mask is the causal one.
+        x [tokens, hidden] and angles [tokens, 1, rotated / 2] are those of the span. With `budget / ratio` complete
+        blocks or fewer, none is left out.
         """
         queries, raw = self.index_qk_proj(x).split([self.heads * self.dim, self.dim], -1)
         blocks = self._blocks(raw, span)
-        allowed = causal(len(x), span.before + len(x), x.device)
         if len(blocks) <= self.budget // self.ratio:
-            return allowed
-        if allowed is None:
-            allowed = torch.ones(1, span.before + 1, dtype=torch.bool, device=x.device)
-        queries = self.q_layernorm(queries.view(-1, self.heads, self.dim))
-        self._forbid(allowed, rotate(queries, angles), blocks)
-        return allowed
+            return None
+        queries = rotate(self.q_layernorm(queries.view(-1, self.heads, self.dim)), angles)
+        return self._allowed(queries, blocks, span)
 
     def _blocks(self, raw: torch.Tensor, span: Span) -> torch.Tensor:
         """The keys [blocks, dim] of all blocks that are complete with the raw keys [tokens, dim] of a span."""
@@ -84,18 +79,20 @@ class BlockSelection(nn.Module):
         keys = rotate(self.k_layernorm(pooled)[:, None], self.rope.angles(starts, raw.dtype))
         return piece.complete.append(keys[:, 0])
 
-    def _forbid(self, allowed: torch.Tensor, queries: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Take out of `allowed` [tokens, keys] the blocks that are not selected by queries [tokens, heads, dim]."""
-        first = allowed.shape[1] - len(queries)  # position of the first query
+    def _allowed(self, queries: torch.Tensor, blocks: torch.Tensor, span: Span) -> torch.Tensor:
+        """The mask for queries [tokens, heads, dim] that have more blocks [blocks, dim] than they may see."""
+        keys = torch.arange(span.before + span.length, device=blocks.device)
+        last = keys[span.before :, None]
+        allowed = keys <= last
+        # The block that a query's own tail lies in is not visible as a block, and its tokens stay allowed.
+        visible = torch.arange(len(blocks), device=blocks.device) < (last + 1) // self.ratio
         in_blocks = allowed[:, : len(blocks) * self.ratio].view(-1, len(blocks), self.ratio)
         at_once = max(1, _MOST_SCORES // (self.heads * len(blocks)))
-        for start in range(0, len(queries), at_once):
-            some = queries[start : start + at_once]
-            seen = torch.arange(first + start, first + start + len(some), device=allowed.device) + 1
-            visible = torch.arange(len(blocks), device=allowed.device) < (seen // self.ratio)[:, None]
-            selected = best(scores(some, blocks).masked_fill(~visible, -1), self.budget // self.ratio)
-            # The block that a query's own tail lies in is not visible as a block, and its tokens stay allowed.
-            in_blocks[start : start + at_once] &= (selected | ~visible)[..., None]
+        for start in range(0, span.length, at_once):
+            some = slice(start, start + at_once)
+            found = scores(queries[some], blocks).masked_fill(~visible[some], -1)
+            in_blocks[some] &= (best(found, self.budget // self.ratio) | ~visible[some])[..., None]
+        return allowed
 
 
 def scores(queries: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ class Both:
         state.tokens += len(x)
         angles = self.rope.angles(torch.arange(span.before, state.tokens), x.dtype)
         mask = self.ours(x, angles, span)
-        return torch.ones(len(x), state.tokens, dtype=torch.bool) if mask is None else mask
+        return torch.ones(len(x), state.tokens, dtype=torch.bool).tril(span.before) if mask is None else mask
 
 
 def new_state(ours: BlockSelection, dtype: torch.dtype = torch.float32) -> State:
@@ -99,12 +99,8 @@ def test_dense_as_long_as_the_budget_reaches():
     assert torch.equal(both.found(inputs(most), [most]), causal(most, most, CPU))
     assert not torch.equal(both.found(inputs(most + 1), [most + 1]), causal(most + 1, most + 1, CPU))
     state = new_state(both.ours)
-    both.step(inputs(most - 1), state)
-    assert both.ours(inputs(1), both.rope.angles(torch.tensor([most - 1]), torch.float32), span_of(state, 1)) is None
-
-
-def span_of(state: State, length: int) -> Span:
-    return Span(state, 0, length, state.tokens)
+    angles = both.rope.angles(torch.arange(most), torch.float32)
+    assert both.ours(inputs(most), angles, Span(state, 0, most, 0)) is None
 
 
 def test_of_blocks_with_equal_scores_the_first_are_taken():
