@@ -155,6 +155,21 @@ class _Header:
         self._at = at
         self.expect(0)
 
+    def strings(self, count: int) -> list[str]:
+        self.expect(count * _U64.size)
+        length_at, found = _U64.unpack_from, []
+        for _ in range(count):
+            if self._at + _U64.size > len(self._window):
+                self._slide(_U64.size)
+            start = self._at + _U64.size
+            end = start + length_at(self._window, self._at)[0]
+            if end > len(self._window):
+                self._slide(end - self._at)
+                start, end = _U64.size, end - start + _U64.size
+            found.append(self._window[start:end].decode(errors="replace"))
+            self._at = end
+        return found
+
     def expect(self, length: int) -> None:
         end = self.position + length
         if end > self.source.size:
@@ -229,8 +244,7 @@ def _read_whole(header: _Header, key: str, kind: int) -> LongValue:
         layout = _SCALARS[item_kind]
         return np.frombuffer(header.take(count * layout.size), np.dtype(layout.format))
     if item_kind == _STRING:
-        header.expect(count * _U64.size)
-        return [header.string(_LONGEST_HEADER_BYTES, f"a string of {key!r}") for _ in range(count)]
+        return header.strings(count)
     raise TableError(
         f"{header.source.path}: key {key!r} must be a number, a string or an array of these, and has the value type "
         f"{item_kind}; the file is damaged"

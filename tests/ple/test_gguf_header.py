@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lazyio.errors import TableError
 from lazyio.ple import gguf_header
 from lazyio.ple.checkpoint import StoredTensor
-from lazyio.ple.gguf_header import read_gguf
+from lazyio.ple.gguf_header import read_gguf, read_values
 
 U8, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = 0, 4, 5, 6, 7, 8, 9, 10, 11, 12
 TYPE_F32, TYPE_Q8_0, TYPE_UNKNOWN = 0, 8, 999
@@ -186,6 +186,33 @@ def test_other_files_and_versions(path: Path) -> None:
 )
 def test_damage_is_named(path: Path, keys: Sequence[bytes], tensors: Sequence[Entry], message: str) -> None:
     assert message in refusal(path, gguf_bytes(keys, tensors, bytes(256)))
+
+
+def test_long_values_are_read_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(sample())
+    wanted = {"long string", "u8", "strings", "short", "long", "absent"}
+    for window in (gguf_header._WINDOW_BYTES, 7):  # a string may begin and end anywhere in a window
+        monkeypatch.setattr(gguf_header, "_WINDOW_BYTES", window)
+        values = read_values(str(path), wanted)
+        assert values.keys() == wanted - {"absent"}
+        assert (values["long string"], values["u8"]) == ("x" * 2000, 255)
+        assert values["strings"] == ["ab" * n for n in range(40)]
+        assert isinstance(values["long"], np.ndarray)
+        assert (values["long"].dtype, values["long"].tolist()) == (np.uint32, list(range(2000)))
+        assert np.array_equal(values["short"], np.array([23703573157769, 2**63 + 1], np.uint64))
+
+
+def test_a_long_value_that_is_none_is_refused(path: Path) -> None:
+    path.write_bytes(sample())
+    with pytest.raises(TableError, match="'nested' must be a number, a string or an array"):
+        read_values(str(path), {"nested"})
+    keys = [key("strings", ARRAY, u32(STRING) + u64(2) + text("a") + u64(10**12))]
+    path.write_bytes(gguf_bytes(keys))
+    with pytest.raises(TableError, match="cut short or damaged"):
+        read_values(str(path), {"strings"})
+    path.write_bytes(gguf_bytes([key("strings", ARRAY, u32(STRING) + u64(2**62))]))
+    with pytest.raises(TableError, match="cut short or damaged"):
+        read_values(str(path), {"strings"})
 
 
 def test_a_range_past_the_end_is_refused_with_its_numbers(path: Path) -> None:
