@@ -51,16 +51,25 @@ _OP_PREAD = 0
 _AT_ONCE = 2
 _TOLD = 512  # completions that are handed on together
 _TRIES = 8
+_NONE = np.empty(0, np.int64)
 
 
 class Requests:
     """Positioned reads as the kernel wants them: arrays [n] of numbers to know them by, of descriptors, of offsets and
-    lengths in bytes, and of the addresses that the bytes go to.
+    lengths in bytes, and of the addresses that the bytes go to. `memory` is what lies there: it is kept from being
+    freed.
     """
 
     def __init__(
-        self, numbers: Int64, descriptor: NDArray[np.int32], offset: Int64, length: Int64, address: Int64
+        self,
+        numbers: Int64,
+        descriptor: NDArray[np.int32],
+        offset: Int64,
+        length: Int64,
+        address: Int64,
+        memory: object = None,
     ) -> None:
+        self._memory = memory
         self._iocbs = np.zeros(len(numbers), _IOCB)
         self._iocbs["data"] = numbers
         self._iocbs["opcode"] = _OP_PREAD
@@ -86,12 +95,14 @@ class Requests:
 class Context:
     """A queue of native AIO, used by one thread at a time, in the process that made it.
 
-    `entries` is the most reads in flight. Nothing is in flight outside of an iteration of `flow`.
+    `entries` is the most reads in flight. Nothing is in flight outside of an iteration of `flow`, and while there is
+    one the context is `busy` and has no other.
     Raises Unsupported where the kernel gives no queue.
     """
 
     def __init__(self, entries: int) -> None:
         self.entries = entries
+        self.busy = False
         self._pid = os.getpid()
         self._handle = 0
         self._setup, self._destroy, self._submit, self._getevents = _calls()
@@ -114,6 +125,7 @@ class Context:
     def flow(self, requests: Requests, depth: int, stats: ReadStats) -> Generator[tuple[Int64, Int64], None, None]:
         """Carry `requests` out with at most `depth` in flight; yield numbers and results of those that are done.
 
+        The first time there are none: the first reads were started, and the caller may have something else to do.
         Results are in the kernel's convention: bytes read, or a negated errno. `stats.service_s` grows by the reads in
         flight integrated over time; what has ended counts until it is looked for. An iteration that is given up,
         closed or interrupted waits for what is in flight, and the context can't be used again.
@@ -121,6 +133,7 @@ class Context:
         taken = in_flight = filled = 0
         depth = min(depth, self.entries)
         unfinished = True  # not told by in_flight: an interrupt may come between a call and its count
+        self.busy, told = True, False
         since = time.perf_counter()
         try:
             while True:
@@ -128,6 +141,9 @@ class Context:
                     most = min(len(requests) - taken, depth - in_flight)
                     started, refused = self._start(requests, taken, most, filled)
                     taken, in_flight, filled = taken + started + refused, in_flight + started, filled + refused
+                if not told:
+                    told = True
+                    yield _NONE, _NONE
                 ended = taken == len(requests)
                 if filled >= _TOLD or (ended and not in_flight):
                     done, filled = self._events[:filled], 0
@@ -143,6 +159,7 @@ class Context:
         finally:
             if unfinished:
                 self.close()
+            self.busy = False
 
     def goes_on_by_itself(self, requests: Requests) -> bool:
         """Whether a submitted read is carried out beside its submitter, tried on the first of `requests`.

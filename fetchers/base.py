@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,22 @@ class ReadStats:
         self.service_s += other.service_s
 
 
+class Pending(Protocol):
+    """Reads that were begun. One that is forgotten is never finished.
+
+    As long as anything may still be written to the buffer, something must hold it: memory that nobody refers to any
+    more is freed.
+    """
+
+    def finish(self) -> ReadStats:
+        """Wait until all windows are in the buffer and nothing is in flight. Called once at most.
+
+        Mostly by the thread that has begun them, and never in a child that was forked since. Raises as `Fetcher.read`
+        does.
+        """
+        ...
+
+
 class Fetcher(abc.ABC):
     """Reads windows of files into a caller's buffer.
 
@@ -127,8 +143,16 @@ class Fetcher(abc.ABC):
         Raises `ReadError` for a failed or short read, after everything in flight has been waited for.
         """
 
+    def begin(self, plan: ReadPlan, buffer: Bytes) -> Pending:
+        """Begin to read a plan and return without waiting, so that the caller can do other things meanwhile.
+
+        Arguments are those of `read`. The thread may read, and begin, other plans before this one is finished, and the
+        fetcher may be closed before it is. A fetcher that does not override this reads when it is told to finish.
+        """
+        return _WhenFinished(self, plan, buffer)
+
     def close(self) -> None:
-        """Free what the fetcher holds. Called once, when no read is under way."""
+        """Free what the fetcher holds. Called once, when no read is under way but those begun and never finished."""
         self.files.close()
 
     def __enter__(self) -> Self:
@@ -138,11 +162,30 @@ class Fetcher(abc.ABC):
         self.close()
 
 
+class _WhenFinished:
+    """A read that is not begun before it is waited for."""
+
+    __slots__ = ("_buffer", "_fetcher", "_plan")
+
+    def __init__(self, fetcher: Fetcher, plan: ReadPlan, buffer: Bytes) -> None:
+        self._fetcher, self._plan, self._buffer = fetcher, plan, buffer
+
+    def finish(self) -> ReadStats:
+        return self._fetcher.read(self._plan, self._buffer)
+
+
 class RowFetcher(Fetcher):
     """A fetcher whose rows lie in addressable memory: they are copied straight to where they are wanted.
 
     The table calls `take`, with no dedup, plan or staging; `read` serves callers that bring a plan.
     """
+
+    def expect(self, ids: Int64) -> ReadStats:
+        """Be told that rows `ids` [n], valid and in any order, are taken soon: begin to bring them in, and don't wait.
+
+        A fetcher that does not override this does nothing.
+        """
+        return ReadStats()
 
     @abc.abstractmethod
     def take(self, ids: Int64, out: Bytes) -> ReadStats:

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazyio.errors import Unsupported
-from lazyio.fetchers.base import Extent, Fetcher, FetcherOptions, Int64, Landed, ReadPlan, ReadStats
+from lazyio.fetchers.base import Bytes, Extent, Fetcher, FetcherOptions, Int64, ReadPlan, ReadStats
 from lazyio.fetchers.faults import Dice, Faults, allowed, with_faults
 from lazyio.fetchers.pread import PreadFetcher, _Arrivals, _Reads
 from lazyio.fetchers.progress import Progress
+from lazyio.fetchers.reading import Reading
 from lazyio.fetchers.ring import Ring
 from lazyio.fetchers.uring import UringFetcher
 
@@ -50,19 +51,12 @@ class FaultyRing(Ring):
         self._dice = Dice(faults)
         self._interrupted = False
 
-    def read(
-        self,
-        plan: ReadPlan,
-        progress: Progress,
-        descriptors: NDArray[np.int32],
-        address: int,
-        landed: Landed | None = None,
-    ) -> ReadStats:
-        """Read a plan; the base class has the contract."""
+    def _open(self, plan: ReadPlan, progress: Progress, descriptors: NDArray[np.int32], buffer: Bytes) -> Reading:
+        reading = super()._open(plan, progress, descriptors, buffer)
         self._plan = plan
         self._answers = np.full(len(plan), _HONEST)
         self._random = self._dice.for_a_read()
-        return super().read(plan, progress, descriptors, address, landed)
+        return reading
 
     def _write(
         self,

@@ -93,13 +93,7 @@ class MappedRows:
         extent = self._extent(ids)
         for file in (0,) if len(self._files.paths) == 1 else np.flatnonzero(np.bincount(self._file[extent])).tolist():
             self._files.check(file)
-        stats = ReadStats()
-        if bring_in is not None:
-            absent = self._to_bring_in(ids)
-            if len(absent):
-                if not self._seem_cached(absent):
-                    stats = bring_in(absent)
-                self._touch(absent)
+        stats = ReadStats() if bring_in is None else self.expect(ids, bring_in)
         before = _major_faults()
         self._copy(ids, extent, out)
         faults = _major_faults() - before
@@ -110,6 +104,16 @@ class MappedRows:
                 self._touched[:] = False
         if self._rss_bytes:
             self._trim()
+        return stats
+
+    def expect(self, ids: Int64, bring_in: BringIn) -> ReadStats:
+        """Have those of rows `ids` [n] brought in that have not been touched."""
+        stats = ReadStats()
+        absent = self._to_bring_in(ids)
+        if len(absent):
+            if not self._seem_cached(absent):
+                stats = bring_in(absent)
+            self._touch(absent)
         return stats
 
     def _to_bring_in(self, ids: Int64) -> Int64:

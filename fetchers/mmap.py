@@ -40,6 +40,10 @@ class MmapFetcher(RowFetcher):
         """Copy rows; the base class has the contract. Raises ReadError if a file was truncated or rewritten."""
         return self._rows.take(ids, out, self._advise if self._adviser is not None else None)
 
+    def expect(self, ids: Int64) -> ReadStats:
+        """Ask for the OS pages of rows; the base class has the contract."""
+        return ReadStats() if self._adviser is None else self._rows.expect(ids, self._advise)
+
     def close(self) -> None:
         """Unmap everything."""
         self._rows.close()

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from lazyio.errors import SettingError, Unsupported
 from lazyio.fetchers.aio import Context, Requests
-from lazyio.fetchers.base import Bytes, Extent, Fetcher, FetcherOptions, Int64, Landed, ReadPlan, ReadStats
+from lazyio.fetchers.base import Bytes, Extent, Fetcher, FetcherOptions, Int64, Landed, Pending, ReadPlan, ReadStats
 from lazyio.fetchers.direct import open_for_reads
 from lazyio.fetchers.progress import Progress
 from lazyio.host import kernel_release
@@ -35,6 +35,8 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # 0 where the C library has no preadv2
 _LIST = 128  # reads at most that a thread carries out one after the other, and then tells
 # From this version on a read that must not wait begins what it would have had to wait for.
 _BEGINS_READS = (5, 9)
+
+_NONE = np.empty(0, np.int64)
 
 # Numbers of windows, and their results in the kernel's convention: bytes read, or a negated errno.
 _Arrived = tuple[Int64, Int64]
@@ -76,25 +78,16 @@ class PreadFetcher(Fetcher):
         `service_s` is reads in flight integrated over time, and what has ended counts until it is looked for; of the
         pool it is the time in read calls, summed over threads.
         """
-        stats = ReadStats()
-        progress = Progress(plan, self.files, self.alignment)
-        windows = np.arange(len(plan))
-        while len(windows) and progress.failure is None:
-            stats.reads += len(windows)
-            again = []
-            reads = _Reads(plan, progress, windows, self._descriptors, buffer)
-            with contextlib.closing(self._attempt(reads, stats)) as arrivals:
-                for numbers, results in arrivals:
-                    again.append(progress.settle(numbers, results))
-                    if progress.failure is not None:
-                        break
-                    if landed is not None:
-                        landed(progress.landed())
-            windows = np.sort(np.concatenate(again))
-        if progress.failure is not None:
-            raise progress.failure
-        stats.bytes_read, stats.resumed = progress.bytes_read, progress.resumed
-        return stats
+        return _Attempts(self, plan, buffer).finish(landed)
+
+    def begin(self, plan: ReadPlan, buffer: Bytes) -> Pending:
+        """Begin as many reads of a plan as are made at once; the base class has the contract."""
+        ahead = self._context(ahead=True) if self._queues else None
+        if ahead is not None and ahead.busy:
+            return super().begin(plan, buffer)
+        attempts = _Attempts(self, plan, buffer)
+        attempts.begin()
+        return attempts
 
     def close(self) -> None:
         """Stop the threads and close the files."""
@@ -108,8 +101,11 @@ class PreadFetcher(Fetcher):
     # --- ways to read ------------------------------------------------------------------------------------------------
 
     def _attempt(self, reads: _Reads, stats: ReadStats) -> _Arrivals:
-        """Carry `reads` out once each. Nothing is in flight when the iteration ends or is closed."""
-        context = self._context() if self._queues else None
+        """Carry `reads` out once each. Nothing is in flight when the iteration ends or is closed.
+
+        First it yields when the first of them were begun, perhaps without any that has arrived.
+        """
+        context = self._context(ahead=reads.ahead) if self._queues else None
         if context is not None:
             return context.flow(reads.requests(), self.workers, stats)
         return self._list_ahead(reads, stats) if self._begins else self._pooled(reads, stats)
@@ -125,7 +121,7 @@ class PreadFetcher(Fetcher):
             results = reads.carry_out(fresh, _NOWAIT)
             there = results >= reads.wanted[fresh]
             stats.service_s += time.perf_counter() - begins
-            if there.any():
+            if there.any() or not start:
                 yield reads.windows[fresh[there]], results[there]
             if len(waiting):
                 results = reads.carry_out(waiting)
@@ -138,18 +134,20 @@ class PreadFetcher(Fetcher):
 
     def _pooled(self, reads: _Reads, stats: ReadStats) -> _Arrivals:
         """Divide the reads among threads, of which no more wake than there are lists."""
-        size = min(_LIST, -(-len(reads) // self.workers))
+        size, pid = min(_LIST, -(-len(reads) // self.workers)), os.getpid()
         lists = [np.arange(start, min(start + size, len(reads))) for start in range(0, len(reads), size)]
         parts: list[_Part] = [Future() for _ in lists]  # made first, so that none is missed if starting them fails
         try:
             for each, part in zip(lists, parts, strict=True):
                 self._pool().submit(_run, part, reads, each)
+            yield _NONE, _NONE
             for each, part in zip(lists, parts, strict=True):
                 results, service_s = part.result()
                 stats.service_s += service_s
                 yield reads.windows[each], results
         finally:
-            _finish(parts)
+            if pid == os.getpid():  # a child has no threads that would end them
+                _finish(parts)
 
     # --- what belongs to a thread or a process -----------------------------------------------------------------------
 
@@ -161,17 +159,19 @@ class PreadFetcher(Fetcher):
             pool = self._pools.setdefault(pid, ThreadPoolExecutor(self.workers, "lazyio-pread"))
         return pool
 
-    def _context(self) -> Context | None:
-        """The queue of this thread; None where the kernel gives none."""
-        context: Context | None = getattr(self._local, "context", None)
+    def _context(self, *, ahead: bool = False) -> Context | None:
+        """The queue of this thread, or the one for what it begins ahead; None where the kernel gives none."""
+        name = "ahead" if ahead else "context"
+        context: Context | None = getattr(self._local, name, None)
         if context is not None and context.usable:
             return context
         if self.aio_refused is None:
             try:
-                context = self._local.context = Context(self.workers)
+                context = Context(self.workers)
             except Unsupported as refused:
                 self.aio_refused = str(refused)
             else:
+                setattr(self._local, name, context)
                 return context
         return None
 
@@ -202,16 +202,72 @@ class PreadFetcher(Fetcher):
         return all(answer >= 0 or answer == -errno.EAGAIN for answer in answers)
 
 
+class _Attempts:
+    """A plan on its way: each attempt carries out what the one before has left. The first may begin ahead."""
+
+    def __init__(self, fetcher: PreadFetcher, plan: ReadPlan, buffer: Bytes) -> None:
+        self._fetcher, self._plan, self._buffer = fetcher, plan, buffer
+        self._progress = Progress(plan, fetcher.files, fetcher.alignment)
+        self._stats = ReadStats()
+        self._windows = np.arange(len(plan))
+        self._begun: _Arrivals | None = None
+        self._again: list[Int64] = []  # windows that this attempt leaves to the next
+
+    def begin(self) -> None:
+        if not len(self._windows):
+            return
+        self._begun = self._attempt(ahead=True)
+        self._again.append(self._progress.settle(*next(self._begun)))
+        if self._progress.failure is not None:
+            self._begun.close()
+
+    def finish(self, landed: Landed | None = None) -> ReadStats:
+        progress, stats = self._progress, self._stats
+        while len(self._windows) and progress.failure is None:
+            self._end(self._begun or self._attempt(ahead=False), landed)
+            self._begun, self._windows, self._again = None, np.sort(np.concatenate(self._again)), []
+        if progress.failure is not None:
+            raise progress.failure
+        stats.bytes_read, stats.resumed = progress.bytes_read, progress.resumed
+        return stats
+
+    def _attempt(self, *, ahead: bool) -> _Arrivals:
+        self._stats.reads += len(self._windows)
+        fetcher = self._fetcher
+        reads = _Reads(self._plan, self._progress, self._windows, fetcher._descriptors, self._buffer, ahead=ahead)
+        return fetcher._attempt(reads, self._stats)
+
+    def _end(self, arrivals: _Arrivals, landed: Landed | None) -> None:
+        """Take what arrives of an attempt, up to its end or to a failure."""
+        with contextlib.closing(arrivals):
+            for numbers, results in arrivals:
+                if not len(numbers):
+                    continue
+                self._again.append(self._progress.settle(numbers, results))
+                if self._progress.failure is not None:
+                    return
+                if landed is not None:
+                    landed(self._progress.landed())
+
+
 class _Reads:
     """What is missing of some windows of a plan, as reads.
 
-    Arrays [n] of the numbers of the windows, and of the bytes that each read must bring.
+    Arrays [n] of the numbers of the windows, and of the bytes that each read must bring. `ahead` tells that they are
+    begun before somebody waits for them.
     """
 
     def __init__(
-        self, plan: ReadPlan, progress: Progress, windows: Int64, descriptors: NDArray[np.int32], buffer: Bytes
+        self,
+        plan: ReadPlan,
+        progress: Progress,
+        windows: Int64,
+        descriptors: NDArray[np.int32],
+        buffer: Bytes,
+        *,
+        ahead: bool = False,
     ) -> None:
-        self.windows = windows
+        self.windows, self.ahead = windows, ahead
         self._offset, self._length, self._dest = progress.rest(windows)
         self.wanted = plan.needed[windows] - (self._offset - plan.offset[windows])
         self._descriptor = descriptors[plan.file[windows]]
@@ -223,7 +279,7 @@ class _Reads:
     def requests(self) -> Requests:
         """All of them, for native AIO."""
         address = self._dest + self._buffer.ctypes.data
-        return Requests(self.windows, self._descriptor, self._offset, self._length, address)
+        return Requests(self.windows, self._descriptor, self._offset, self._length, address, self._buffer)
 
     def carry_out(self, which: Int64, flags: int = 0) -> Int64:
         """Carry out some of them, with a call each; return their results."""

@@ -7,6 +7,7 @@ and submitted with one call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import errno
@@ -14,6 +15,7 @@ import functools
 import importlib.util
 import os
 import platform
+import threading
 import time
 from pathlib import Path
 
@@ -21,8 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazyio.errors import Unsupported
-from lazyio.fetchers.base import Int64, Landed, ReadPlan, ReadStats
+from lazyio.fetchers.base import Bytes, Int64, Landed, ReadPlan, ReadStats
 from lazyio.fetchers.progress import Progress
+from lazyio.fetchers.reading import Reading
+from lazyio.fetchers.ring_memory import CQE, SQE, IoUring, Params, view, words
 
 # Names and values of include/uapi/linux/io_uring.h.
 _OP_READ = 22
@@ -46,88 +50,9 @@ _FLAG_SETS = (
 MAX_REFUSALS = 2000  # of a submission while nothing is in flight, a millisecond apart
 MAX_ENTRIES = 32768  # of the submission queue; the completion queue holds twice that
 
-_SQE = np.dtype(
-    [
-        ("opcode", "u1"),
-        ("flags", "u1"),
-        ("ioprio", "u2"),
-        ("fd", "i4"),
-        ("off", "u8"),
-        ("addr", "u8"),
-        ("len", "u4"),
-        ("rw_flags", "u4"),
-        ("user_data", "i8"),
-        ("rest", "u8", 3),
-    ]
-)
-_CQE = np.dtype([("user_data", "i8"), ("res", "i4"), ("flags", "u4")])
-
-
-class _Offsets(ctypes.Structure):
-    _fields_ = [("words", ctypes.c_uint32 * 10)]
-
-
-class _Params(ctypes.Structure):
-    _fields_ = [
-        ("sq_entries", ctypes.c_uint32),
-        ("cq_entries", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("sq_thread_cpu", ctypes.c_uint32),
-        ("sq_thread_idle", ctypes.c_uint32),
-        ("features", ctypes.c_uint32),
-        ("wq_fd", ctypes.c_uint32),
-        ("resv", ctypes.c_uint32 * 3),
-        ("sq_off", _Offsets),
-        ("cq_off", _Offsets),
-    ]
-
-
-class _Queue(ctypes.Structure):
-    """The words that struct io_uring_sq and struct io_uring_cq of liburing begin with."""
-
-    _fields_ = [
-        ("head", ctypes.c_void_p),
-        ("tail", ctypes.c_void_p),
-        ("ring_mask", ctypes.c_void_p),
-        ("ring_entries", ctypes.c_void_p),
-        ("flags", ctypes.c_void_p),
-        ("dropped_or_overflow", ctypes.c_void_p),
-    ]
-
-
-class _Submission(ctypes.Structure):
-    _fields_ = [
-        ("queue", _Queue),
-        ("array", ctypes.c_void_p),
-        ("sqes", ctypes.c_void_p),
-        ("sqe_head_tail", ctypes.c_uint * 2),
-        ("ring_size", ctypes.c_size_t),
-        ("ring_pointer", ctypes.c_void_p),
-        ("mask_entries_size_pad", ctypes.c_uint * 4),
-    ]
-
-
-class _Completion(ctypes.Structure):
-    _fields_ = [
-        ("queue", _Queue),
-        ("cqes", ctypes.c_void_p),
-        ("ring_size", ctypes.c_size_t),
-        ("ring_pointer", ctypes.c_void_p),
-        ("mask_entries_pad", ctypes.c_uint * 4),
-    ]
-
-
-class _IoUring(ctypes.Structure):
-    """struct io_uring of liburing 2.x; a version that adds words finds room in `spare`."""
-
-    _fields_ = [
-        ("sq", _Submission),
-        ("cq", _Completion),
-        ("flags", ctypes.c_uint),
-        ("ring_fd", ctypes.c_int),
-        ("features", ctypes.c_uint),
-        ("spare", ctypes.c_uint * 32),
-    ]
+# Plans begun in a thread whose ring another thread has closed: nobody can wait for what is in flight of them, so their
+# memory is never given back.
+_out_of_reach: list[Reading] = []
 
 
 def _library_paths() -> list[str]:
@@ -164,36 +89,38 @@ def library() -> ctypes.CDLL:
 class Ring:
     """One io_uring of one thread: it may be used by the thread and the process that made it, and no other.
 
-    `depth` is the most reads in flight. Nothing is in flight between calls of `read`.
+    `depth` is the most reads in flight. Between calls nothing is, but for one plan that was begun.
     Raises Unsupported where the kernel refuses a ring.
     """
 
     def __init__(self, depth: int) -> None:
         self.pid = os.getpid()
         self._library = library()
-        self._ring = _IoUring()
+        self._ring = IoUring()
         self._address = ctypes.addressof(self._ring)
         self.depth, flags = self._set_up(min(depth, MAX_ENTRIES))
         submission, completion = self._ring.sq, self._ring.cq
-        entries = int(_words(submission.queue.ring_entries, 1)[0])
+        entries = int(words(submission.queue.ring_entries, 1)[0])
         self._sq_mask = entries - 1
-        self._sq_head = _words(submission.queue.head, 1)
-        self._sq_tail = _words(submission.queue.tail, 1)
-        self._sq_flags = _words(submission.queue.flags, 1)
-        sqes = _view(submission.sqes, entries, _SQE)
-        self._cq_mask = int(_words(completion.queue.ring_mask, 1)[0])
-        self._cq_head = _words(completion.queue.head, 1)
-        self._cq_tail = _words(completion.queue.tail, 1)
-        cqes = _view(completion.cqes, self._cq_mask + 1, _CQE)
+        self._sq_head = words(submission.queue.head, 1)
+        self._sq_tail = words(submission.queue.tail, 1)
+        self._sq_flags = words(submission.queue.flags, 1)
+        sqes = view(submission.sqes, entries, SQE)
+        self._cq_mask = int(words(completion.queue.ring_mask, 1)[0])
+        self._cq_head = words(completion.queue.head, 1)
+        self._cq_tail = words(completion.queue.tail, 1)
+        cqes = view(completion.cqes, self._cq_mask + 1, CQE)
         self._cq_user, self._cq_result = cqes["user_data"], cqes["res"]
         if not flags & _SETUP_NO_SQARRAY:
-            _words(submission.array, entries)[:] = np.arange(entries, dtype=np.uint32)
-        sqes[:] = np.zeros((), _SQE)
+            words(submission.array, entries)[:] = np.arange(entries, dtype=np.uint32)
+        sqes[:] = np.zeros((), SQE)
         sqes["opcode"] = _OP_READ
         self._sq_fd, self._sq_offset, self._sq_address = sqes["fd"], sqes["off"], sqes["addr"]
         self._sq_length, self._sq_user = sqes["len"], sqes["user_data"]
+        self._thread = threading.get_ident()
         self._generation = 0
         self._refusals = 0
+        self._reading: Reading | None = None
 
     def _set_up(self, depth: int) -> tuple[int, int]:
         """Make the ring, smaller where memory is short; return its depth and the flags in force."""
@@ -202,7 +129,7 @@ class Ring:
             for flags in _FLAG_SETS:
                 if not flags & _SETUP_DEFER_TASKRUN and platform.machine() not in ("x86_64", "AMD64"):
                     break  # completions could be posted at any time, and numpy has no acquire load
-                params = _Params(flags=flags | _SETUP_CQSIZE, cq_entries=max(depth, 2))
+                params = Params(flags=flags | _SETUP_CQSIZE, cq_entries=max(depth, 2))
                 refused = -self._library.io_uring_queue_init_params(depth, self._address, ctypes.addressof(params))
                 if not refused:
                     return depth, params.flags
@@ -217,61 +144,102 @@ class Ring:
         plan: ReadPlan,
         progress: Progress,
         descriptors: NDArray[np.int32],
-        address: int,
+        buffer: Bytes,
         landed: Landed | None = None,
     ) -> ReadStats:
-        """Read all windows of `plan` into memory at `address`, at most `depth` at once.
+        """Read all windows of `plan` into `buffer`, at most `depth` at once.
 
         `descriptors` has one entry a file of the plan. Returns when nothing is in flight any more, also on an error:
         `progress.failure` tells. `service_s` is reads in flight integrated over time.
         """
-        stats = ReadStats()
-        self._generation = (self._generation + 1) & 0x7FFFFFFF
-        tag = self._generation << 32
-        count_all, fresh, again, in_flight = len(plan), 0, np.empty(0, np.int64), 0
-        step = max(1, self.depth // 4)
-        since = time.perf_counter()
+        reading = self._open(plan, progress, descriptors, buffer)
+        self._carry_on(reading, landed)
+        return reading.stats
+
+    def begin(self, plan: ReadPlan, progress: Progress, descriptors: NDArray[np.int32], buffer: Bytes) -> Reading:
+        """Submit what there is room for and return; `finish` waits. Arguments are those of `read`.
+
+        What has ended counts as in flight until it is looked for. Whatever the ring does next carries this on first.
+        """
+        reading = self._open(plan, progress, descriptors, buffer)
         try:
-            while progress.failure is None and (fresh < count_all or len(again) or in_flight):
-                room = self._room(in_flight)
-                if len(again):
-                    batch, again = again[:room], again[room:]
-                    offset, length, dest = progress.rest(batch)
-                    self._write(plan.file[batch], offset, length, dest, batch, tag, descriptors, address)
-                    count = len(batch)
-                else:
-                    count = min(count_all - fresh, room)
-                    new = slice(fresh, fresh + count)
-                    numbers = np.arange(fresh, fresh + count)
-                    self._write(
-                        plan.file[new], plan.offset[new], plan.length[new], plan.dest[new], numbers, tag, descriptors,
-                        address,
-                    )  # fmt: skip
-                    fresh += count
-                in_flight += count
-                stats.reads += count
-                at_once = in_flight if landed is None and fresh == count_all else min(in_flight, step)
-                self._enter(at_once)
-                now = time.perf_counter()
-                stats.service_s += in_flight * (now - since)
-                since = now
-                windows, results = self._reap(tag)
-                in_flight -= len(windows)
-                if len(windows):
-                    refused = progress.settle(windows, results)
-                    if len(refused):
-                        again = np.concatenate([again, refused])
-                    if landed is not None:
-                        landed(progress.landed())
+            self._fill(reading)
+            self._enter(0)
+            reading.intact = True
+        except OSError:
+            pass  # it can't be carried on, and that shows when it is finished
         finally:
-            self._drain()
-        return stats
+            if not reading.intact:
+                self._drain()
+        return reading
+
+    def finish(self, reading: Reading) -> bool:
+        """Wait for what was begun; whether it is complete. If not it was interrupted or refused, and must be read anew.
+
+        Only in the thread of this ring, or where the ring is closed.
+        """
+        if self._reading is reading:
+            self._settle()
+        return reading.complete
 
     def close(self) -> None:
-        """Give the ring back. Harmless in a child: it drops the child's copies only."""
-        if self._address:
-            self._library.io_uring_queue_exit(self._address)
-            self._address = 0
+        """Give the ring back, when nothing is in flight. Harmless in a child: it drops the child's copies only."""
+        if not self._address:
+            return
+        if self._reading is not None and self.pid == os.getpid():
+            if self._thread == threading.get_ident():
+                self._drain()
+            else:
+                _out_of_reach.append(self._reading)
+        self._reading = None
+        self._library.io_uring_queue_exit(self._address)
+        self._address = 0
+
+    def _open(self, plan: ReadPlan, progress: Progress, descriptors: NDArray[np.int32], buffer: Bytes) -> Reading:
+        """Let nothing else be in flight from now on."""
+        self._settle()
+        self._generation = (self._generation + 1) & 0x7FFFFFFF
+        self._reading = Reading(plan, progress, descriptors, buffer, self._generation << 32)
+        return self._reading
+
+    def _settle(self) -> None:
+        """Carry on what was begun before, or wait for what an interrupt has left of it."""
+        earlier = self._reading
+        if earlier is None:
+            return
+        if earlier.intact:
+            with contextlib.suppress(OSError):  # for who finishes it to find, by reading anew
+                self._carry_on(earlier)
+        else:
+            self._drain()
+        self._reading = None
+
+    def _carry_on(self, reading: Reading, landed: Landed | None = None) -> None:
+        """Read what is missing; nothing is in flight afterwards, also on an error."""
+        reading.intact = False
+        progress, step = reading.progress, max(1, self.depth // 4)
+        try:
+            while progress.failure is None and (not reading.all_written or len(reading.again) or self._in_flight()):
+                self._fill(reading)
+                in_flight = self._in_flight()
+                whole = landed is None and reading.all_written
+                self._enter(in_flight if whole else min(in_flight, step))
+                reading.spent(in_flight)
+                windows, results = self._reap(reading.tag)
+                if len(windows):
+                    reading.settle(windows, results)
+                    if landed is not None:
+                        landed(progress.landed())
+            reading.complete = True
+        finally:
+            self._drain()
+            self._reading = None
+
+    def _fill(self, reading: Reading) -> None:
+        """Write the next reads to the submission queue, as far as there is room."""
+        file, offset, length, dest, numbers = reading.next(self._room(self._in_flight()))
+        self._write(file, offset, length, dest, numbers, reading.tag, reading.descriptors, reading.address)
+        reading.stats.reads += len(numbers)
 
     def _room(self, in_flight: int) -> int:
         """How many reads can be written now without wrapping around the end of the submission queue."""
@@ -338,6 +306,10 @@ class Ring:
         assert not int(self._sq_flags[0]) & _SQ_CQ_OVERFLOW, "more reads in flight than completions fit"
         return windows, results
 
+    def _in_flight(self) -> int:
+        """Reads that are written and whose completions are not taken, from the queues' own counters."""
+        return (int(self._sq_tail[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
+
     def _under_way(self) -> int:
         """Reads the kernel has taken and not yet answered, from the queues' own counters."""
         return (int(self._sq_head[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
@@ -355,14 +327,6 @@ class Ring:
                 interrupted = interrupt
         if interrupted is not None:
             raise interrupted
-
-
-def _view(address: int, count: int, dtype: np.dtype[np.void]) -> NDArray[np.void]:
-    return np.ndarray((count,), dtype, memoryview((ctypes.c_char * (count * dtype.itemsize)).from_address(address)))
-
-
-def _words(address: int, count: int) -> NDArray[np.uint32]:
-    return np.ndarray((count,), np.uint32, memoryview((ctypes.c_uint32 * count).from_address(address)))
 
 
 def why_refused(code: int) -> str:

@@ -12,9 +12,10 @@ from typing import ClassVar
 import numpy as np
 
 from lazyio.errors import ReadError, Unsupported
-from lazyio.fetchers.base import Bytes, Extent, Fetcher, FetcherOptions, Landed, ReadPlan, ReadStats
+from lazyio.fetchers.base import Bytes, Extent, Fetcher, FetcherOptions, Landed, Pending, ReadPlan, ReadStats
 from lazyio.fetchers.direct import open_for_reads
 from lazyio.fetchers.progress import Progress
+from lazyio.fetchers.reading import Reading
 from lazyio.fetchers.ring import Ring, why_refused
 
 
@@ -44,9 +45,8 @@ class UringFetcher(Fetcher):
     def read(self, plan: ReadPlan, buffer: Bytes, landed: Landed | None = None) -> ReadStats:
         """Read the plan; the base class has the contract."""
         progress = Progress(plan, self.files, self.alignment)
-        ring = self._ring()
         try:
-            stats = ring.read(plan, progress, self._descriptors, buffer.ctypes.data, landed)
+            stats = self._ring().read(plan, progress, self._descriptors, buffer, landed)
         except OSError as error:
             path, wanted = self.files.paths[int(plan.file[0])], int(plan.needed.sum())
             raise ReadError(
@@ -57,10 +57,13 @@ class UringFetcher(Fetcher):
                 got=None,
                 errno=error.errno,
             ) from error
-        if progress.failure is not None:
-            raise progress.failure
-        stats.bytes_read, stats.resumed = progress.bytes_read, progress.resumed
-        return stats
+        return _outcome(progress, stats)
+
+    def begin(self, plan: ReadPlan, buffer: Bytes) -> Pending:
+        """Submit the reads of a plan; the base class has the contract."""
+        ring = self._ring()
+        progress = Progress(plan, self.files, self.alignment)
+        return _Begun(self, ring, ring.begin(plan, progress, self._descriptors, buffer))
 
     def close(self) -> None:
         """Close the calling thread's ring and the files; other threads' rings go when those threads end."""
@@ -88,6 +91,28 @@ class UringFetcher(Fetcher):
             if error.errno in (errno.EPERM, errno.ENOSYS):  # a ring may be made, and may not be entered
                 raise Unsupported(why_refused(error.errno)) from error
             raise Unsupported(f"io_uring is there but a first read through it failed: {error}") from error
+
+
+class _Begun:
+    """Reads in a ring. What interrupted them, or made the ring refuse them, does not concern a second attempt."""
+
+    __slots__ = ("_fetcher", "_reading", "_ring")
+
+    def __init__(self, fetcher: UringFetcher, ring: Ring, reading: Reading) -> None:
+        self._fetcher, self._ring, self._reading = fetcher, ring, reading
+
+    def finish(self) -> ReadStats:
+        reading = self._reading
+        if self._ring.finish(reading):
+            return _outcome(reading.progress, reading.stats)
+        return self._fetcher.read(reading.plan, reading.buffer)
+
+
+def _outcome(progress: Progress, stats: ReadStats) -> ReadStats:
+    if progress.failure is not None:
+        raise progress.failure
+    stats.bytes_read, stats.resumed = progress.bytes_read, progress.resumed
+    return stats
 
 
 class _OwnRing:

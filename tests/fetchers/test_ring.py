@@ -91,7 +91,7 @@ class Reading:
         self.buffer: Bytes = np.zeros(plan.buffer_bytes, np.uint8)
         self.progress = Progress(plan, files, Alignment())
         descriptors = np.array(files.descriptors, np.int32)
-        self.stats = ring.read(plan, self.progress, descriptors, self.buffer.ctypes.data, landed)
+        self.stats = ring.read(plan, self.progress, descriptors, self.buffer, landed)
 
     def check(self) -> None:
         assert self.progress.failure is None
@@ -256,7 +256,7 @@ def test_an_unmapped_address_is_a_real_input_error(ring: Ring) -> None:
             plan = ReadPlan(np.zeros(2, np.int32), offset, length, length, np.array([0, ROW]), 2 * ROW)
             progress = Progress(plan, files, Alignment())
             buffer = np.zeros(2 * ROW, np.uint8)
-            ring.read(plan, progress, np.array(files.descriptors, np.int32), buffer.ctypes.data)
+            ring.read(plan, progress, np.array(files.descriptors, np.int32), buffer)
         assert progress.failure is not None
         assert progress.failure.errno == errno.EIO
         assert progress.failure.offset == 0
@@ -315,7 +315,7 @@ class SetUp:
         self.asked: list[tuple[int, int]] = []
 
     def io_uring_queue_init_params(self, depth: int, ring: int, params: int) -> int:
-        self.asked.append((depth, rings._Params.from_address(params).flags))
+        self.asked.append((depth, rings.Params.from_address(params).flags))
         return self.answers.pop(0) if self.answers else self.real.io_uring_queue_init_params(depth, ring, params)
 
     def __getattr__(self, name: str) -> object:
