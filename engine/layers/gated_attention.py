@@ -1,0 +1,87 @@
+"""Attention whose output is gated, with normed queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lazyio.engine.layers.attention import attend, causal
+from lazyio.engine.layers.linear import Linear
+from lazyio.engine.layers.norm import RmsNorm
+from lazyio.engine.layers.rope import rotate
+from lazyio.engine.state import Composite, Growing
+from lazyio.engine.ubatch import Span, Ubatch
+
+
+@dataclass(slots=True)
+class KeysValues(Composite):
+    """Of all tokens of a sequence, [kv_heads, head_dim] each."""
+
+    keys: Growing
+    values: Growing
+
+
+class GatedAttention(nn.Module):
+    """Grouped-query attention with a gate on what it gives.
+
+        [q_h | gate_h] = W_q x   per head,      k, v = W_k x, W_v x
+        q, k = rope(rms(q) * (1 + w)), rope(rms(k) * (1 + w))   per head
+        o = softmax(q k^T / sqrt(head_dim) over the allowed keys) v
+        y = W_o (o * sigmoid(gate))
+
+    Source: `Qwen3_5Attention` and `Qwen4ExpTextAttention` of transformers.
+    """
+
+    def __init__(
+        self, hidden: int, heads: int, kv_heads: int, head_dim: int, eps: float, selection: nn.Module | None = None
+    ) -> None:
+        """`selection(x, angles, span)`, of one span's part of both, gives the allowed keys, bool [tokens, keys].
+
+        It may give None where all keys up to each token are allowed, as they are without a `selection`. Its parameters
+        are below the name "indexer".
+        """
+        super().__init__()
+        self.q_proj = Linear(hidden, 2 * heads * head_dim)
+        self.k_proj = Linear(hidden, kv_heads * head_dim)
+        self.v_proj = Linear(hidden, kv_heads * head_dim)
+        self.o_proj = Linear(heads * head_dim, hidden)
+        self.q_norm = RmsNorm(head_dim, eps, offset=1.0)
+        self.k_norm = RmsNorm(head_dim, eps, offset=1.0)
+        self.indexer = selection
+        self._kv_heads, self._head_dim = kv_heads, head_dim
+
+    def new_piece(self, capacity: int, dtype: torch.dtype, device: torch.device) -> KeysValues:
+        """No keys and values, and room for those of `capacity` tokens."""
+        shape = (capacity, self._kv_heads, self._head_dim)
+        return KeysValues(Growing(*shape, dtype=dtype, device=device), Growing(*shape, dtype=dtype, device=device))
+
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], ubatch: Ubatch) -> torch.Tensor:
+        """Of x [tokens, hidden] and the angles of the tokens' positions: [tokens, hidden]."""
+        q, gate = self.q_proj(x).unflatten(1, (-1, 2 * self._head_dim)).chunk(2, -1)
+        k, v = (project(x).unflatten(1, (-1, self._head_dim)) for project in (self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
+        found = torch.cat([self._attend(span, x, angles, q, k, v) for span in ubatch.spans])
+        y: torch.Tensor = self.o_proj((found * gate.sigmoid()).flatten(1))
+        return y
+
+    def _attend(
+        self,
+        span: Span,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        here = span.here
+        piece = span.state.pieces[self]
+        keys, values = piece.keys.append(k[here]), piece.values.append(v[here])
+        allowed = None
+        if self.indexer is not None:
+            cos, sin = angles
+            allowed = self.indexer(x[here], (cos[here], sin[here]), span)
+        if allowed is None:
+            allowed = causal(span.length, len(keys), x.device)
+        return attend(q[here], keys, values, scale=self._head_dim**-0.5, allowed=allowed)

@@ -1,0 +1,155 @@
+"""Gated delta net: linear attention with a state of one matrix a head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lazyio.engine.layers.delta_rule import Tokens, follow, step
+from lazyio.engine.layers.linear import Linear
+from lazyio.engine.layers.norm import rms
+from lazyio.engine.state import Composite, Recent, Recurrent
+from lazyio.engine.ubatch import Span, Ubatch
+
+_GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
+
+
+@dataclass(slots=True)
+class DeltaState(Composite):
+    """What the convolution reaches back to, [channels], and S, float32 [value_heads, key_dim, value_dim]."""
+
+    inputs: Recent
+    memory: Recurrent
+
+
+class GatedDeltaNet(nn.Module):
+    """A causal convolution, the delta rule, and a norm with a gate.
+
+        [q | k | v]_t = silu(sum over i of w_i * (W_qkv x)_{t - conv_kernel + 1 + i})     per channel
+        q, k = q / |q| / sqrt(key_dim), k / |k|     value head j has those of key head j * key_heads / value_heads
+        beta = sigmoid(W_b x);   log decay = -exp(A_log) * softplus(W_a x + dt_bias)      per value head
+        o = delta rule of q, k, v, beta and the log decay
+        y = W_out (w * rms(o) * gate(W_z x))     rms per value head
+
+    Source: `Qwen3_5GatedDeltaNet` and `Qwen4ExpTextGatedDeltaNet` of transformers; layers/delta_rule.py has the rule.
+    Log decay, norms and S are float32; A_log and dt_bias are to be, whatever the dtype of the rest.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_kernel: int,
+        eps: float,
+        gate: str,
+    ) -> None:
+        """`gate` is "silu" or "sigmoid"."""
+        super().__init__()
+        self._key_heads, self._value_heads = key_heads, value_heads
+        self._key_dim, self._value_dim = key_dim, value_dim
+        self._channels = 2 * key_heads * key_dim + value_heads * value_dim
+        self.in_proj_qkv = Linear(hidden, self._channels)
+        self.in_proj_z = Linear(hidden, value_heads * value_dim)
+        self.in_proj_b = Linear(hidden, value_heads)
+        self.in_proj_a = Linear(hidden, value_heads)
+        self.conv1d = Convolution(self._channels, conv_kernel)
+        self.A_log = nn.Parameter(torch.empty(value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(value_heads))
+        self.norm = GatedNorm(value_dim, eps, gate)
+        self.out_proj = Linear(value_heads * value_dim, hidden)
+
+    def new_piece(self, capacity: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+        """Zeros."""
+        return DeltaState(
+            Recent(self.conv1d.reach, self._channels, dtype=dtype, device=device),
+            Recurrent(self._value_heads, self._key_dim, self._value_dim, dtype=torch.float32, device=device),
+        )
+
+    def forward(self, x: torch.Tensor, ubatch: Ubatch) -> torch.Tensor:
+        """Of x [tokens, hidden]: [tokens, hidden]."""
+        mixed = self.in_proj_qkv(x)
+        beta = self.in_proj_b(x).float().sigmoid()
+        log_decay = -self.A_log.float().exp() * functional.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+        outputs = []
+        for spans in _together(ubatch.spans):
+            here = slice(spans[0].start, spans[-1].here.stop)
+            pieces = [span.state.pieces[self] for span in spans]
+            q, k, v = self._heads(pieces, mixed[here])
+            tokens = Tokens(q, k, v, beta[here], log_decay[here])
+            outputs.append(_follow(pieces, tokens, spans[0].before))
+        found = torch.cat(outputs).to(x.dtype)
+        gated = self.norm(found, self.in_proj_z(x).view(found.shape))
+        y: torch.Tensor = self.out_proj(gated.flatten(1))
+        return y
+
+    def _heads(self, pieces: list[DeltaState], mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v of the next tokens of each sequence, as many of each: float32 [tokens, value_heads, ...]."""
+        inputs = mixed.view(len(pieces), -1, self._channels)
+        windows = torch.stack([piece.inputs.extend(new) for piece, new in zip(pieces, inputs, strict=True)])
+        convolved = functional.silu(self.conv1d(windows)).reshape(-1, self._channels).float()
+        of_qk = 2 * self._key_heads * self._key_dim
+        q, k = _unit(convolved[:, :of_qk].reshape(-1, 2, self._key_heads, self._key_dim)).unbind(1)
+        each = self._value_heads // self._key_heads
+        q, k = (q * self._key_dim**-0.5).repeat_interleave(each, 1), k.repeat_interleave(each, 1)
+        return q, k, convolved[:, of_qk:].reshape(-1, self._value_heads, self._value_dim)
+
+
+class Convolution(nn.Module):
+    """A causal convolution of each channel by itself."""
+
+    def __init__(self, channels: int, kernel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
+        self.reach = kernel - 1  # how many tokens back
+
+    def forward(self, windows: torch.Tensor) -> torch.Tensor:
+        """Of `windows` [sequences, reach + tokens, channels]: [sequences, tokens, channels]."""
+        channels = len(self.weight)
+        return functional.conv1d(windows.transpose(1, 2), self.weight, groups=channels).transpose(1, 2)
+
+
+class GatedNorm(nn.Module):
+    """y = w * rms(x) * gate(z): w times the norm in x's dtype, the gate in float32, then x's dtype."""
+
+    def __init__(self, width: int, eps: float, gate: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self._eps, self._gate = eps, _GATES[gate]
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Of x and z [..., width]."""
+        normed = self.weight * rms(x, self._eps).to(x.dtype)
+        gated: torch.Tensor = normed * self._gate(z.float())
+        return gated.to(x.dtype)
+
+
+def _together(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Spans whose tokens follow on each other: those of one token in a row, each of the others by itself."""
+    for alone, some in groupby(spans, lambda span: span.length == 1):
+        row = list(some)
+        yield from [row] if alone else ([span] for span in row)
+
+
+def _follow(pieces: list[DeltaState], tokens: Tokens, before: int) -> torch.Tensor:
+    """The delta rule over the tokens of one sequence, or one token of each of several: [tokens, value_heads, dim]."""
+    if len(pieces) == 1:
+        memory = pieces[0].memory
+        outputs, memory.value = follow(tokens, before, memory.value)
+        return outputs
+    outputs, memories = step(tokens, torch.stack([piece.memory.value for piece in pieces]))
+    for piece, value in zip(pieces, memories, strict=True):
+        piece.memory.value = value
+    return outputs
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum(x**2) + 1e-6) over the last dimension."""
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,24 @@
+"""The gated feed-forward layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lazyio.engine.layers.linear import Linear
+
+
+class SiluMlp(nn.Module):
+    """y = W_down(silu(W_gate x) * W_up x). Source: `Qwen3_5MLP` of transformers."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden, width)
+        self.up_proj = Linear(hidden, width)
+        self.down_proj = Linear(width, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of x [tokens, hidden]: [tokens, hidden]."""
+        y: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
