@@ -34,12 +34,12 @@ class AltUp(nn.Module):
 
     def predict(self, streams: torch.Tensor) -> torch.Tensor:
         """Of X [tokens, streams, hidden]: P [tokens, streams, hidden]."""
-        mix = self.prediction_coefs(self._routed(streams[:, 0])).view(-1, self.streams, self.streams)
+        mix: torch.Tensor = self.prediction_coefs(self._routed(streams[:, 0])).view(-1, self.streams, self.streams)
         return streams + mix @ streams
 
     def correct(self, predicted: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """Of P [tokens, streams, hidden] and y [tokens, hidden]: X [tokens, streams, hidden]."""
-        share = self.correction_coefs(self._routed(active)) + 1.0
+        share: torch.Tensor = self.correction_coefs(self._routed(active)) + 1.0
         return predicted + (active - predicted[:, 0])[:, None] * share[:, :, None]
 
     def _routed(self, x: torch.Tensor) -> torch.Tensor:

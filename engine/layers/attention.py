@@ -15,10 +15,22 @@ def attend(
     allowed bool [tokens, keys], or None where all are.
     """
     shared = q.shape[1] // k.shape[1]
+    if allowed is None:
+        return _attend_all(q, k, v, shared, scale)
     k, v = (x.repeat_interleave(shared, 1).transpose(0, 1)[None] for x in (k, v))
-    mask = None if allowed is None else allowed[None, None]
+    mask = allowed[None, None]
     out = functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, scale=scale)
     return out[0].transpose(0, 1)
+
+
+def _attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: int, scale: float) -> torch.Tensor:
+    # Heads that share keys are so many queries of one head: then keys, in a step of decoding most of what there is to
+    # move, are not copied for each of them.
+    tokens, _, dim = q.shape
+    q = q.view(tokens, -1, shared, dim).transpose(0, 1).reshape(-1, 1, tokens * shared, dim)
+    k, v = (x.transpose(0, 1)[:, None] for x in (k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, scale=scale)
+    return out.view(-1, tokens, shared, v.shape[-1]).transpose(0, 1).flatten(1, 2)
 
 
 def causal(tokens: int, keys: int, device: torch.device, window: int | None = None) -> torch.Tensor | None:

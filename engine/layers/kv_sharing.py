@@ -73,7 +73,8 @@ class SharedAttention(nn.Module):
         q = rotate(self.q_norm(self._heads(self.q_proj(x))), sight.angles)
         of_spans = zip(sight.spans, sight.seen, sight.blocks, strict=True)
         out = [self._attended(q[span.here], seen, parts) for span, seen, parts in of_spans]
-        return self.o_proj(out[0] if len(out) == 1 else torch.cat(out))
+        y: torch.Tensor = self.o_proj(out[0] if len(out) == 1 else torch.cat(out))
+        return y
 
     def _attended(self, q: torch.Tensor, seen: tuple[torch.Tensor, torch.Tensor], parts: list[Block]) -> torch.Tensor:
         return attend_blocks(q, *seen, parts, scale=1.0).flatten(1)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from lazyio.engine.layers.kv_sharing import Kind, OwnAttention, SharedAttention, Sight
 from lazyio.engine.layers.linear import Embedding, Linear
