@@ -22,7 +22,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 class Stored:
     """A stored tensor that holds a parameter, or the part `into` of it.
 
-    `do` turns values of the parameter's part into stored ones, `undo` turns them back; both take a whole tensor and keep
+    `do` turns values of the part into stored ones, `undo` turns them back; both take a whole tensor and keep
     its shape, and dimensions of 1 are left out of what is stored. With `place` the values are only that entry of the
     stored tensor's first dimension, which several parameters share.
     """

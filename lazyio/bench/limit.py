@@ -71,8 +71,10 @@ class DeviceLimit:
             plans = _plans(spec, workload, fetcher)
         if strict and self.fallback_reason is not None:
             raise Unsupported(f"the device's limit can't be measured as asked: {self.fallback_reason}")
-        #: Windows that the workload takes in all, each counted once an ubatch.
-        self.windows = sum(map(len, plans))
+        #: Windows that each ubatch takes.
+        self.windows_of = [len(plan) for plan in plans]
+        #: Those of all of them, each counted once a ubatch.
+        self.windows = sum(self.windows_of)
         self._steps = plans if workload.decode else None
         self._pool = _distinct(plans)
         self._reads = max(1, min(reads, len(self._pool.offset), _BUFFER_BYTES // int(self._pool.length.max())))

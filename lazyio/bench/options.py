@@ -113,7 +113,7 @@ class Request:
                 "--preload and --direct-io on contradict each other: direct reads do not see the page cache"
             )
         for path in (self.json, self.plot):
-            _check_writable(path)
+            check_writable(path)
         if self.plot is not None and self.plot.suffix != ".png":
             raise SettingError(f"--plot is {self.plot}; the picture is a .png file")
 
@@ -170,7 +170,8 @@ class Request:
         return text or uniform(spec, tokens or usual, cut, self.seed)
 
 
-def _check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None) -> None:
+    """Raise SettingError if no file can be written there; None is no file."""
     if path is None:
         return
     if not path.parent.is_dir():

@@ -81,7 +81,7 @@ def from_ids_file(spec: TableSpec, path: str, tokens: int | None, usual: int, cu
     Raises TableError for a file that is no such array or is too short, RowIndexError for an id the table has no rows
     for.
     """
-    ids = _load_ids(path)
+    ids = load_ids(path)
     if tokens is not None and tokens > len(ids):
         raise TableError(f"{path} has {len(ids)} token ids, and {tokens} are asked for; ask for fewer")
     try:
@@ -144,7 +144,8 @@ def _vocab(row_ids: RowIds, spec: TableSpec) -> int:
     return row_ids.vocab if isinstance(row_ids, NgramRowIds) else spec.rows
 
 
-def _load_ids(path: str) -> NDArray[Any]:
+def load_ids(path: str) -> NDArray[Any]:
+    """Token ids, integers [n], of a .npy file. Raises TableError for a file that has none."""
     try:
         with open(path, "rb") as file:
             ids = np.load(file, allow_pickle=False)

@@ -1,0 +1,92 @@
+"""The command `lazyio bench-engine`: its options, and what is left behind."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lazyio.bench.options import check_writable
+from lazyio.bench.report import WIDTH
+
+_ROUNDS, _ROWS, _MODEL = "Rounds", "Rows", "Model"
+
+
+def bench_engine(
+    path: Annotated[str, typer.Argument(metavar="MODEL", help="A folder of safetensors, or a GGUF file.")],
+    *,
+    prompts: Annotated[
+        str, typer.Option(help="Lengths of prompts in tokens, separated by commas; empty for none.")
+    ] = "2048",
+    decode: Annotated[int, typer.Option(min=0, help="Decode steps; 0 measures none.")] = 128,
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the first decode step.")] = 256,
+    ids: Annotated[
+        Path | None,
+        typer.Option(help="Token ids, a .npy file of integers.", show_default="a text that comes with lazyio"),
+    ] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Nothing of the table in memory, proved. The default.")] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="After an untimed pass over the same prompt.")] = False,
+    modes: Annotated[
+        str, typer.Option(help="Lazy modes, separated by commas; off is always among them.", rich_help_panel=_ROWS)
+    ] = "off,on-bare,on,on-direct,uring",
+    lookahead: Annotated[
+        str, typer.Option(help="Ubatches that are read ahead, separated by commas.", rich_help_panel=_ROWS)
+    ] = "0,2",
+    ubatch: Annotated[str | None, typer.Option(help="Most tokens of a ubatch, or auto.", rich_help_panel=_ROWS)] = None,
+    row_cache: Annotated[
+        str | None, typer.Option(help="Memory of the row cache in prompts.", rich_help_panel=_ROWS)
+    ] = None,
+    direct_io: Annotated[str | None, typer.Option(help="auto, on or off.", rich_help_panel=_ROWS)] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail instead of falling back.", rich_help_panel=_ROWS)
+    ] = False,
+    table: Annotated[
+        Path | None, typer.Option(help="Where the table lies, if not in the model.", rich_help_panel=_MODEL)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=_MODEL)] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=_MODEL)] = None,
+    load_format: Annotated[
+        str, typer.Option(help="auto, or dummy for random weights.", rich_help_panel=_MODEL)
+    ] = "auto",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="dummy: the first so many layers.", rich_help_panel=_MODEL)
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each arm runs.", rich_help_panel=_ROUNDS)] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of random orders and tokens.", rich_help_panel=_ROUNDS)] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write all results to this file.", rich_help_panel=_ROUNDS)] = None,
+) -> None:
+    """Compare lazy modes under a whole model: prompts beside their floor T*, and decode steps."""
+    from lazyio.engine.bench.report import show
+    from lazyio.engine.bench.session import EngineRequest, execute
+
+    check_writable(json)
+    request = EngineRequest(
+        path=path,
+        model={
+            "table": table,
+            "device": device,
+            "dtype": dtype,
+            "load_format": load_format,
+            "layers": layers,
+            "ubatch": ubatch,
+            "lazy_mode": "on-bare",  # opens at once, and is closed before anything is measured
+        },
+        table_options={"row_cache": row_cache, "direct_io": direct_io, "strict": strict or None},
+        prompts=prompts,
+        decode=decode,
+        context=context,
+        modes=modes,
+        lookahead=lookahead,
+        rounds=rounds,
+        warm=warm,
+        cold=cold,
+        ids=ids,
+        seed=seed,
+    )
+    outcome = execute(request, Console(stderr=True))
+    show(outcome, Console(width=None if Console().is_terminal else WIDTH, highlight=False))
+    if json is not None:
+        json.write_text(json_format.dumps(outcome.as_json(), indent=2) + "\n")

@@ -1,0 +1,136 @@
+"""What was measured, as tables for people and as JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lazyio.bench.figures import ratio, short
+from lazyio.engine.bench.decoding import DecodeOutcome, Steps
+from lazyio.engine.bench.prompts import PromptOutcome, Timed
+from lazyio.engine.bench.ways import Way
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutcome:
+    """Everything, with the words that say how it was had."""
+
+    subject: str  # the model, its table, the device
+    ways: list[Way]
+    prompts: list[PromptOutcome]
+    decode: DecodeOutcome | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The form that is written to a file."""
+        return {
+            "subject": self.subject,
+            "prompts": [asdict(outcome) for outcome in self.prompts],
+            "decode": None if self.decode is None else asdict(self.decode) | {"raw_p50_us": self.decode.raw_p50_us},
+        }
+
+
+def show(outcome: EngineOutcome, console: Console) -> None:
+    """Print everything."""
+    for prompt in outcome.prompts:
+        console.print(_prompt_table(prompt, outcome.ways))
+    if outcome.decode is not None:
+        console.print(_decode_table(outcome.decode, outcome.ways))
+    for line in (outcome.subject, *_method(outcome)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _prompt_table(outcome: PromptOutcome, ways: Sequence[Way]) -> Table:
+    heat = "warm" if outcome.warm else "cold"
+    cuts = f"{len(outcome.cuts)} ubatches of at most {max(outcome.cuts):,}"
+    table = _table(f"prompt of {outcome.tokens:,} tokens, {heat}, {cuts}: median [lowest, highest]", "mode +lookahead")
+    columns: dict[str, Callable[[Timed], float]] = {
+        "T, ms": lambda timed: 1e3 * timed.run.wall_s,
+        "T*, ms": lambda timed: 1e3 * timed.floor_s,
+        "T / T*": lambda timed: timed.run.wall_s / timed.floor_s,
+        "waited, ms": lambda timed: 1e3 * sum(timed.run.waits_s),
+        "tokens/s": lambda timed: outcome.tokens / timed.run.wall_s,
+    }
+    for name in (*columns, "times off", "reads", "faults"):
+        table.add_column(name, justify="right")
+    resident = outcome.of(ways[0])
+    for way, again in (*((way, False) for way in ways), (ways[0], True)):
+        runs = outcome.of(way, again=again)
+        spreads = (_spread([figure(timed) for timed in runs]) for figure in columns.values())
+        times = [timed.run.wall_s / base.run.wall_s for timed, base in zip(runs, resident, strict=True)]
+        reads = statistics.median(timed.run.stats.reads for timed in runs)
+        faults = statistics.median(timed.run.counters.major_faults for timed in runs)
+        cells = (*spreads, _spread(times), short(reads), short(faults))
+        table.add_row(f"{way.label}{' (again)' if again else ''}", *map(Text, cells))
+    return table
+
+
+def _decode_table(outcome: DecodeOutcome, ways: Sequence[Way]) -> Table:
+    steps = f"{outcome.steps:,} steps after {outcome.context:,} tokens"
+    table = _table(f"decode, {steps}, cold, no row cache: median [lowest, highest]", "mode")
+    columns: dict[str, Callable[[Steps], float]] = {
+        "waited\np50, us": lambda steps: steps.waits_us[0],
+        "waited\np99, us": lambda steps: steps.waits_us[1],
+        "the least,\nus": outcome.least_us,
+        "to the table,\nus": lambda steps: 1e6 * statistics.median(steps.run.to_table_s),
+        "step\np50, us": lambda steps: 1e6 * statistics.median(steps.run.steps_s),
+    }
+    for name in columns:
+        table.add_column(name, justify="right")
+    for way, again in (*((way, False) for way in ways), (ways[0], True)):
+        runs = outcome.of(way, again=again)
+        cells = (_spread([figure(steps) for steps in runs]) for figure in columns.values())
+        table.add_row(f"{way.mode}{' (again)' if again else ''}", *map(Text, cells))
+    return table
+
+
+def _table(title: str, first: str) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    return table
+
+
+def _spread(values: Sequence[float]) -> str:
+    form = ratio if max(values) < 10 else short
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return form(middle) if len(values) == 1 else f"{form(middle)} [{form(low)}, {form(high)}]"
+
+
+def _method(outcome: EngineOutcome) -> list[str]:
+    lines = [
+        "T is the time from the first request for rows to the logits of the last token. T* is the least that reads at "
+        "the device's limit, measured before and after each run, and computing, as long as it took with the table in "
+        "memory in the same round, allow for these cuts.",
+        "waited: what the device that computes stood still for rows, until they were there and expanded.",
+    ]
+    for prompt in outcome.prompts:
+        limits = [rate for turns in prompt.rounds for timed in turns for rate in timed.limits or ()]
+        if limits:
+            unsteady = sum(not timed.steady for turns in prompt.rounds for timed in turns)
+            beside = f"; {unsteady} runs beside an unsteady device" if unsteady else ""
+            again = f"; {prompt.repeats} rounds were run again" if prompt.repeats else ""
+            lines.append(
+                f"Prompt of {prompt.tokens:,}: {sum(prompt.reads):,} reads at least; the device's limit "
+                f"{_spread(limits)} reads/s{beside}{again}."
+            )
+    if outcome.decode is not None:
+        lines.append(
+            f"Decode: the reads of a step alone, on a bare queue, take {outcome.decode.raw_p50_us:,.0f} us (p50). The "
+            "least is that less the time to the table. Steps are given tokens of the text, each begun when the token "
+            "before it was sampled."
+        )
+    return [*lines, "Logits: equal, bit for bit, in all runs over the same tokens and cuts.", *_fallbacks(outcome)]
+
+
+def _fallbacks(outcome: EngineOutcome) -> list[str]:
+    runs = [timed for prompt in outcome.prompts for turns in prompt.rounds for timed in turns]
+    backends = {(timed.way.mode, timed.run.backend) for timed in runs}
+    return sorted(
+        f"{mode} fell back: {backend.fallback_reason}." for mode, backend in backends if backend.fallback_reason
+    )

@@ -1,0 +1,120 @@
+"""From what is asked for to what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from lazyio.bench.cold import make_cold
+from lazyio.bench.watch import Watch
+from lazyio.bench.workload import load_ids
+from lazyio.engine.bench.decoding import measure_decode
+from lazyio.engine.bench.prompts import PromptBench
+from lazyio.engine.bench.report import EngineOutcome
+from lazyio.engine.bench.rig import Rig
+from lazyio.engine.bench.ways import Way, ways_of
+from lazyio.engine.llm import LLM
+from lazyio.errors import ModelError, SettingError
+from lazyio.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """The options of the command; `model` has those of `LLM`, `table_options` those of each arm's table."""
+
+    path: str
+    model: dict[str, Any]
+    table_options: dict[str, Any]
+    prompts: str
+    decode: int
+    context: int
+    modes: str
+    lookahead: str
+    rounds: int
+    warm: bool
+    cold: bool
+    ids: Path | None
+    seed: int
+
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt. Raises SettingError for what is no list of numbers."""
+        words = [word.strip() for word in self.prompts.split(",") if word.strip()]
+        if not all(word.isascii() and word.isdecimal() and int(word) for word in words):
+            raise SettingError(f"--prompts is {self.prompts!r}; it can be numbers of tokens separated by commas")
+        if not words and not self.decode:
+            raise SettingError("there is nothing to measure: give --prompts or --decode")
+        return [int(word) for word in words]
+
+
+def execute(request: EngineRequest, console: Console) -> EngineOutcome:
+    """Measure what is asked for. Raises SettingError for a request that can't be, NotCold, RunsDifferError, and what
+    models and tables raise."""
+    lengths, ways = request.lengths(), ways_of(request.modes, request.lookahead)
+    with LLM(request.path, **request.model) as llm:
+        if llm.table is None or llm.feed is None:
+            raise ModelError(f"{request.path} has no table whose rows could be waited for; there is nothing to compare")
+        most = max([*lengths, request.context + request.decode if request.decode else 0])
+        tokens, source = tokens_of(request.ids, most, llm.model.vocab, request.seed)
+        spec = llm.table.spec
+        rig = Rig(llm.model, spec, llm.feed.row_ids, request.table_options)
+        cuts = {length: llm.cuts(length) for length in lengths}
+        subject = _subject(llm, source)
+        llm.table.close()  # what it has mapped could not be made cold
+        make_cold(spec)
+        heats = [warm for warm, asked in ((False, request.cold or not request.warm), (True, request.warm)) if asked]
+        bench = PromptBench(rig, ways, request.rounds, request.seed)
+        steps = request.rounds * (len(ways) + 1)
+        with Watch(console, steps) as watch:
+            prompts = [
+                bench.measure(tokens[:length], cuts[length], warm=warm, watch=watch)
+                for length in lengths
+                for warm in heats
+            ]
+            decode = None
+            if request.decode:
+                modes = [Way(mode, 0) for mode in dict.fromkeys(way.mode for way in ways)]
+                taken = tokens[: request.context + request.decode]
+                decode = measure_decode(rig, modes, taken, request.context, request.rounds, request.seed, watch)
+    return EngineOutcome(subject, ways, prompts, decode)
+
+
+def tokens_of(path: Path | None, count: int, vocab: int, seed: int) -> tuple[list[int], str]:
+    """So many token ids, and where they come from: a file, the text of the package where they fit, or at random.
+
+    Raises TableError for a file that can't be used, SettingError where it is too short or has ids beyond `vocab`.
+    """
+    if path is not None:
+        ids, source = load_ids(str(path)), f"token ids of {path}"
+        if len(ids) < count or int(ids[:count].max()) >= vocab or int(ids[:count].min()) < 0:
+            raise SettingError(
+                f"{path} has {len(ids)} token ids from {ids.min()} to {ids.max()}, and {count} below {vocab} are needed"
+            )
+        return ids[:count].tolist(), source
+    with resources.as_file(resources.files("lazyio.bench") / "data" / "text.ids.npy") as own:
+        ids = np.load(own)[:count]
+    if len(ids) == count and int(ids.max()) < vocab:
+        return ids.tolist(), "token ids of the text that comes with lazyio"
+    random = np.random.default_rng(seed).integers(0, vocab, count)
+    return random.tolist(), f"uniform random token ids, seed {seed}"
+
+
+def _subject(llm: LLM, source: str) -> str:
+    assert llm.table is not None
+    model, spec = llm.model, llm.table.spec
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return (
+        f"Model: {llm.path}, {llm.architecture}, {format_bytes(weights)} of weights in "
+        f"{str(model.dtype).removeprefix('torch.')} on {_device_name(llm)}. Table: {spec.path}, {spec.rows:,} rows of "
+        f"{spec.row_bytes:,} bytes ({spec.dtype}), {format_bytes(spec.table_bytes)}. Tokens: {source}."
+    )
+
+
+def _device_name(llm: LLM) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else "the CPU"
