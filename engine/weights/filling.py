@@ -1,0 +1,81 @@
+"""Stored tensors into parameters, piece by piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from lazyio.engine.weights.fp8 import FP8, read_scale, scaled
+from lazyio.engine.weights.reading import FileOnce, Landing
+from lazyio.engine.weights.source import Part
+from lazyio.ple.codec import decode
+from lazyio.ple.dtypes import TYPES
+
+Box = tuple[slice, ...]  # a slice for each dimension; its values lie one after the other in the file
+
+#: Stored types that torch has too.
+_OF_TORCH = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    FP8: torch.float8_e4m3fn,
+}
+
+
+def fill(parameter: torch.Tensor, part: Part, file: FileOnce, landing: Landing) -> None:
+    """Read a part from its file, and give its place in the parameter its values, in the parameter's dtype."""
+    shape = part.stored.shape or (1,)
+    target = parameter[part.into].view(shape)
+    if part.change is None:
+        _fill_whole(target, part, file, landing)
+        return
+    values = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+    _fill_whole(values, part, file, landing)
+    target.copy_(part.change(values))
+
+
+def temporary_bytes(part: Part) -> int:
+    """Bytes on the device that filling takes for a while."""
+    return 4 * math.prod(part.stored.shape) if part.change is not None else 0
+
+
+def _fill_whole(target: torch.Tensor, part: Part, file: FileOnce, landing: Landing) -> None:
+    stored, kind = part.stored, TYPES[part.stored.dtype]
+    scales = None if part.scale is None else read_scale(stored, part.scale, target.device)
+    for box, first in _boxes(tuple(target.shape), _values_at_once(part, landing)):
+        sizes = [cut.stop - cut.start for cut in box]
+        with landing.piece(kind.row_bytes(math.prod(sizes))) as piece:
+            file.read_into(piece, stored.offset + kind.row_bytes(first))
+            values = _values(piece, stored.dtype).view(sizes).to(target.device, non_blocking=True)
+            if part.scale is not None and scales is not None:
+                values = scaled(values, scales, part.scale.block, box)
+            target[box].copy_(values)
+
+
+def _values(piece: torch.Tensor, stored: str) -> torch.Tensor:
+    if stored in _OF_TORCH:
+        return piece.view(_OF_TORCH[stored])
+    return torch.from_numpy(decode(piece.numpy(), stored))
+
+
+def _values_at_once(part: Part, landing: Landing) -> int:
+    """As many as a piece holds, as stored and, where they become float32 on the way, as that."""
+    stored = TYPES[part.stored.dtype]
+    plain = part.stored.dtype in _OF_TORCH and part.scale is None
+    return landing.piece_bytes // (stored.block_bytes if plain else 4)
+
+
+def _boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[Box, int]]:
+    """Cut a tensor in boxes of at most `most` values, in the order they are stored, each with its first value."""
+    inner = math.prod(shape[1:])
+    if inner > most:
+        for place in range(shape[0]):
+            for box, first in _boxes(shape[1:], most):
+                yield (slice(place, place + 1), *box), place * inner + first
+        return
+    step = most // inner
+    rest = [slice(0, size) for size in shape[1:]]
+    for start in range(0, shape[0], step):
+        yield (slice(start, min(start + step, shape[0])), *rest), start * inner
