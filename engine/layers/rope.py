@@ -17,12 +17,12 @@ class Rope:
         `of_dims` and `rotated` are `dims` unless given: "proportional" ropes pair all dimensions of a head and rotate
         only the first few pairs.
         """
-        self._theta, self._dims = theta, dims
+        self.dims, self._theta = dims, theta
         self._of_dims, self._rotated = of_dims or dims, dims if rotated is None else rotated
 
     def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [tokens, 1, dims / 2] of int64 positions [tokens], for `rotate`."""
-        index = torch.arange(0, self._dims, 2, dtype=torch.float32, device=positions.device)
+        index = torch.arange(0, self.dims, 2, dtype=torch.float32, device=positions.device)
         frequency = 1.0 / self._theta ** (index / self._of_dims)
         frequency = torch.where(index < self._rotated, frequency, 0.0)
         angle = positions.float()[:, None, None] * frequency
