@@ -38,6 +38,20 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     return GgufSource(name) if name.endswith(".gguf") else FolderSource(name)
 
 
+def outline(source: Source, load_format: str = "auto", layers: int | None = None) -> Model:
+    """The model that `load_model` makes of a checkpoint, without weights: on the meta device.
+
+    Raises ModelError for a configuration that can't be followed, SettingError for arguments that can't be.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise SettingError(f"load_format is {load_format!r}; it can be {' or '.join(LOAD_FORMATS)}")
+    if layers is not None and load_format != "dummy":
+        raise SettingError(f"layers is {layers}, and only a model with load_format 'dummy' can have fewer than it has")
+    config = source.config if layers is None else first_layers(source.config, layers)
+    with torch.device("meta"):
+        return model_class(config["model_type"]).from_config(config)
+
+
 def load_model(
     source: Source,
     *,
@@ -59,10 +73,8 @@ def load_model(
     its configuration describes, NeverFits where memory is too little; both before anything is loaded, but for files
     that change. Raises SettingError for arguments that can't be, Unsupported for a device that is not there.
     """
-    _check_arguments(device, dtype, load_format, layers)
-    config = source.config if layers is None else first_layers(source.config, layers)
-    with torch.device("meta"):
-        model = model_class(config["model_type"]).from_config(config)
+    _check_arguments(device, dtype)
+    model = outline(source, load_format, layers)
     steps = plan(source, model) if load_format == "auto" else []
     dtypes = {name: torch.float32 if name in model.float32 else dtype for name in shapes_of(model)}
     sizes = (math.prod(shape) * dtypes[name].itemsize for name, shape in shapes_of(model).items())
@@ -75,13 +87,9 @@ def load_model(
     return model.eval()
 
 
-def _check_arguments(device: torch.device, dtype: torch.dtype, load_format: str, layers: int | None) -> None:
-    if load_format not in LOAD_FORMATS:
-        raise SettingError(f"load_format is {load_format!r}; it can be {' or '.join(LOAD_FORMATS)}")
+def _check_arguments(device: torch.device, dtype: torch.dtype) -> None:
     if dtype not in _DTYPES:
         raise SettingError(f"dtype is {dtype}; it can be {', '.join(map(str, _DTYPES))}")
-    if layers is not None and load_format != "dummy":
-        raise SettingError(f"layers is {layers}, and only a model with load_format 'dummy' can have fewer than it has")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise Unsupported(f"device is {device}, and torch finds {torch.cuda.device_count()} CUDA devices here; use cpu")
 
