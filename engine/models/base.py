@@ -67,10 +67,13 @@ class Model(nn.Module, abc.ABC):
         """In which hidden states are computed."""
         return self.get_parameter("model.embed_tokens.weight").dtype
 
-    def new_state(self, capacity: int) -> State:
-        """The state of a sequence that begins, with room for `capacity` tokens."""
+    def new_state(self, capacity: int, device: torch.device | None = None) -> State:
+        """The state of a sequence that begins, with room for `capacity` tokens, on the model's device.
+
+        On another it is no use but for its size: the meta device tells that without taking memory.
+        """
         stateful = [cast(Stateful, module) for module in self.modules() if hasattr(module, "new_piece")]
-        pieces = {module: module.new_piece(capacity, self.dtype, self.device) for module in stateful}
+        pieces = {module: module.new_piece(capacity, self.dtype, device or self.device) for module in stateful}
         return State(pieces, capacity)
 
     def step(self, ubatch: Ubatch, rows: Rows | None) -> torch.Tensor:
