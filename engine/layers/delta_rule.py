@@ -12,7 +12,7 @@ the solution of a triangular system, and the rest is products of matrices:
     S <- exp(c_end) S + sum over s of exp(c_end - c_s) k_s d_s^T
 
 Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv:2412.06464. Since g <= 0 and s <= t, no
-exponent here is positive. All tensors are float32 and on one device.
+exponent here is positive. All tensors are float32, but for c, and on one device.
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ def _parts(tokens: int, before: int) -> Iterator[slice]:
 
 def _blockwise(tokens: Tokens, before: int, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = tokens.blocks(before)
-    total = x.log_decay.cumsum(-1)  # c
+    # c, in float64: after a token that forgets all, its small differences would be lost in float32.
+    total = x.log_decay.cumsum(-1, dtype=torch.float64)
     since = _decay_between(total)
-    from_start = total.exp()[..., None]
+    from_start = total.float().exp()[..., None]
     beta = x.beta[..., None]
     keys = x.k.transpose(-1, -2)
     # d = corrections - reads S, whatever S the block begins with.
@@ -109,7 +110,7 @@ def _blockwise(tokens: Tokens, before: int, memory: torch.Tensor) -> tuple[torch
     solved = torch.linalg.solve_triangular(beta * since * (x.k @ keys), sides, upper=False, unitriangular=True)
     values = x.v.shape[-1]
     corrections, reads = solved[..., :values].contiguous(), solved[..., values:].contiguous()
-    to_end = keys * (total[..., -1:] - total).exp()[..., None, :]
+    to_end = keys * (total[..., -1:] - total).float().exp()[..., None, :]
     outputs, memory = _scan(corrections, reads, from_start * x.q, to_end, from_start[..., -1:, :], memory)
     outputs += (since * (x.q @ keys)) @ corrections
     here = outputs.transpose(1, 2).flatten(0, 1)
@@ -119,7 +120,7 @@ def _blockwise(tokens: Tokens, before: int, memory: torch.Tensor) -> tuple[torch
 def _decay_between(total: torch.Tensor) -> torch.Tensor:
     """exp(c_t - c_s) for s <= t, 0 above: [..., BLOCK, BLOCK]."""
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=total.device).triu(1)
-    return (total[..., :, None] - total[..., None, :]).masked_fill_(later, -torch.inf).exp_()
+    return (total[..., :, None] - total[..., None, :]).float().masked_fill_(later, -torch.inf).exp_()
 
 
 def _scan(
