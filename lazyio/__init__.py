@@ -28,6 +28,7 @@ from lazyio.ple.rowids import row_ids_of
 from lazyio.ple.spec import NgramHash, TableSpec
 from lazyio.ple.tables import find_table, find_tables
 from lazyio.prefetch import Ticket
+from lazyio.started import Started
 from lazyio.table import LazyTable, open_table
 from lazyio.table_cache import TableCache
 from lazyio.version import __version__
@@ -50,6 +51,7 @@ __all__ = [
     "RowIndexError",
     "RunsDifferError",
     "SettingError",
+    "Started",
     "TableCache",
     "TableError",
     "TableSpec",

@@ -16,6 +16,7 @@ from lazyio.fetchers.base import Bytes, Int64
 from lazyio.gate import TableStats
 from lazyio.ple.spec import TableSpec
 from lazyio.rows import Rows
+from lazyio.staged import Finish
 
 #: Packed rows by their id, or the path of an .npz file with `ids` int64 [n] and `rows` uint8 [n, row_bytes].
 Overlay = Mapping[int, bytes] | str | os.PathLike[str]
@@ -48,6 +49,16 @@ class OverlaidRows:
         """Read, then replace; `Rows` has the contract."""
         self._under.read(unique, rows, stats)
         self._replace(unique, rows)
+
+    def start(self, asked: NDArray[Any], stats: TableStats) -> Finish:
+        """Begin below, and replace at the end; `Rows` has the contract."""
+        gather = self._under.start(asked, stats)
+
+        def finish(rows: Bytes, stats: TableStats) -> None:
+            gather(rows, stats)
+            self._replace(asked.reshape(-1), rows)
+
+        return finish
 
     def close(self) -> None:
         """Close what lies below."""

@@ -14,7 +14,8 @@ from lazyio.fetchers.base import Bytes, Int64
 from lazyio.forking import renew_in_child
 from lazyio.gate import Gate, Gather
 from lazyio.ple.plan import dedup
-from lazyio.rows import Rows, as_items
+from lazyio.rows import Rows
+from lazyio.staged import as_items
 
 # A thread without work for so long ends, and its ring with it; the next ticket starts another.
 _IDLE_S = 5.0

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 import zipfile
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lazyio.errors import SettingError
 from lazyio.fetchers.base import Bytes, Int64
 from lazyio.gate import TableStats
 from lazyio.rows import Rows
+from lazyio.staged import Finish
 
 _COPY_BYTES = 1 << 20
 
@@ -130,6 +132,20 @@ class RecordedRows:
         began = time.perf_counter()
         self._inner.read(unique, rows, stats)
         self._recorder.gathered(unique, began, time.perf_counter() - began, stats)
+
+    def start(self, asked: NDArray[Any], stats: TableStats) -> Finish:
+        """Begin, and record when it ends, with the time of both; `Rows` has the contract."""
+        began = time.perf_counter()
+        gather = self._inner.start(asked, stats)
+        spent, at_start = time.perf_counter() - began, replace(stats)
+
+        def finish(rows: Bytes, stats: TableStats) -> None:
+            since = time.perf_counter()
+            gather(rows, stats)
+            at_start.add(stats)
+            self._recorder.gathered(asked, began, spent + time.perf_counter() - since, at_start)
+
+        return finish
 
     def close(self) -> None:
         """Close the way that is recorded."""

@@ -6,6 +6,7 @@ import bisect
 import mmap
 import threading
 import weakref
+from typing import Self
 
 import numpy as np
 
@@ -24,13 +25,22 @@ _STEP_BYTES = 1 << 20  # areas are whole multiples, so that leases of about one 
 _abandoned: list[object] = []
 
 
-class _Area:
-    """One private anonymous map, kept out of children so that a read in flight never meets a copied page."""
+class Area(mmap.mmap):
+    """One private anonymous map, kept out of children so that a read in flight never meets a copied page.
 
-    def __init__(self, size: int) -> None:
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_DONTFORK)
-        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+    It lives as long as anything refers to its memory.
+    """
+
+    def __new__(cls, size: int) -> Self:
+        """Map `size` bytes."""
+        area = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area.madvise(mmap.MADV_DONTFORK)
+        return area
+
+    @property
+    def bytes(self) -> Bytes:
+        """Its memory, uint8."""
+        return np.frombuffer(self, np.uint8)
 
 
 class Staging:
@@ -58,38 +68,54 @@ class Staging:
         with self._changed:
             self._free.clear()
 
-    def give_back(self, area: _Area) -> None:
+    def give_back(self, area: Area) -> None:
         """End a lease."""
         with self._changed:
             if area in self._lent:  # not so in a child that was forked during the lease
                 self._lent.discard(area)
-                bisect.insort(self._free, area, key=lambda free: len(free.bytes))
+                bisect.insort(self._free, area, key=lambda free: len(free))
                 self._changed.notify_all()
 
-    def take(self, size: int) -> _Area:
+    def lend_now(self, size: int) -> Area | None:
+        """Lend an area of at least `size` bytes if there is room, and None if not; `give_back` ends that.
+
+        One that is forgotten is freed.
+        """
+        if size > self.budget_bytes:
+            return None
+        with self._changed:
+            return self._lend(min(self._rounded(size), self.budget_bytes))
+
+    def take(self, size: int) -> Area:
         """Begin a lease, when there is room."""
-        rounded = -(-max(size, 1) // _STEP_BYTES) * _STEP_BYTES
+        rounded = self._rounded(size)
         if size > self.budget_bytes:
             needs, has = format_bytes(rounded), format_bytes(self.budget_bytes)
             raise NeverFits(f"a read needs {needs} of staging and the budget has {has} for that: raise budget")
-        rounded = min(rounded, self.budget_bytes)
         with self._changed:
-            while True:
-                area = next((area for area in self._free if rounded <= len(area.bytes)), None)
-                if area is not None:
-                    self._free.remove(area)
-                    break
-                while self._free and self._held() + rounded > self.budget_bytes:
-                    self._free.pop(0)
-                if self._held() + rounded <= self.budget_bytes:
-                    area = _Area(rounded)
-                    break
+            while (area := self._lend(min(rounded, self.budget_bytes))) is None:
                 self._changed.wait(_LOOK_AGAIN_S)
-            self._lent.add(area)
             return area
 
+    def _rounded(self, size: int) -> int:
+        return -(-max(size, 1) // _STEP_BYTES) * _STEP_BYTES
+
+    def _lend(self, size: int) -> Area | None:
+        """An area that is free or, within the budget, a new one; the lock is held."""
+        area = next((area for area in self._free if size <= len(area)), None)
+        if area is not None:
+            self._free.remove(area)
+        else:
+            while self._free and self._held() + size > self.budget_bytes:
+                self._free.pop(0)
+            if self._held() + size > self.budget_bytes:
+                return None
+            area = Area(size)
+        self._lent.add(area)
+        return area
+
     def _held(self) -> int:
-        return sum(len(area.bytes) for area in (*self._free, *self._lent))
+        return sum(len(area) for area in (*self._free, *self._lent))
 
     def renew(self) -> None:
         """Start empty in a child process, leaving the parent's areas alone."""
@@ -98,9 +124,9 @@ class Staging:
 
     def _begin(self) -> None:
         self._changed = threading.Condition()
-        self._free: list[_Area] = []  # smallest first
-        # Weakly: an area whose lease an interrupt cut off goes with the frame that it was lent to.
-        self._lent: weakref.WeakSet[_Area] = weakref.WeakSet()
+        self._free: list[Area] = []  # smallest first
+        # Weakly: an area whose lease an interrupt cut off, or that was forgotten, goes with what refers to its memory.
+        self._lent: weakref.WeakSet[Area] = weakref.WeakSet()
 
 
 class _Lease:

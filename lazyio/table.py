@@ -27,8 +27,10 @@ from lazyio.ple.spec import TableSpec
 from lazyio.ple.tables import find_table
 from lazyio.prefetch import Prefetcher, Ticket
 from lazyio.recording import RecordedRows, Recorder
-from lazyio.rows import FEW_IDS, AddressableRows, CachedRows, Rows, rows_of
+from lazyio.rows import AddressableRows, Rows, rows_of
+from lazyio.staged import FEW_IDS, CachedRows
 from lazyio.staging import Staging
+from lazyio.started import Started
 from lazyio.table_cache import TableCache
 from lazyio.verify import VerifiedRows
 
@@ -143,6 +145,18 @@ class LazyTable:
             packed = np.empty((len(unique), self.row_bytes), np.uint8)
             self._rows.read(unique, packed, stats)
         return packed, inverse.reshape(asked.shape)
+
+    def start(self, ids: Any) -> Started:
+        """Have the reads of a small gather begin, and return at once; `Started.rows()` waits for the rows.
+
+        For the rows of a decode step, whose reads go on while the caller computes what comes before they are needed.
+        No thread is involved: they are submitted by this one, and waited for by it. `ids` are as for `gather`, and are
+        copied. As much as fits an eighth of the budget begins early, if it is free; what does not is read at the end.
+        Raises what `gather` raises; what goes wrong with reads under way is raised by `rows()`.
+        """
+        asked = _integers(ids)
+        self._validate(asked)
+        return Started(self._gate, self._rows, np.array(asked, np.int64), self.row_bytes)
 
     def prefetch(self, ids: Any) -> Ticket:
         """Have the distinct rows of `ids` read by a thread of the table, and return at once.

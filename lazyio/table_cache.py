@@ -17,7 +17,7 @@ from lazyio.gate import Gate, Gather, TableStats
 from lazyio.ple.cache import CacheStats
 from lazyio.ple.spec import TableSpec
 from lazyio.row_file import RowFile, write_row_file
-from lazyio.rows import CachedRows
+from lazyio.staged import CachedRows
 
 # Rows that are read to tell one table from another of the same shape.
 _SAMPLED_ROWS = 256

@@ -15,6 +15,7 @@ from lazyio.fetchers.base import Bytes, Extent, Int64
 from lazyio.fetchers.files import FileSet
 from lazyio.gate import TableStats
 from lazyio.rows import Rows
+from lazyio.staged import Finish
 
 # A row in the place of another is mostly one that lies near it.
 _NEIGHBOURS = (1, -1)
@@ -55,6 +56,17 @@ class VerifiedRows:
         chosen = self._choose(unique)
         self._inner.read(unique, rows, stats)
         self._verify(chosen, rows)
+
+    def start(self, asked: NDArray[Any], stats: TableStats) -> Finish:
+        """Begin, and verify at the end; `Rows` has the contract. What is returned raises ReadError for a difference."""
+        chosen = self._choose(asked)
+        gather = self._inner.start(asked, stats)
+
+        def finish(rows: Bytes, stats: TableStats) -> None:
+            gather(rows, stats)
+            self._verify(chosen, rows)
+
+        return finish
 
     def close(self) -> None:
         """Close the descriptors, and the way that is verified."""

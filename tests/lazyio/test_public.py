@@ -32,6 +32,7 @@ PUBLIC = [
     "RowIndexError",
     "RunsDifferError",
     "SettingError",
+    "Started",
     "TableCache",
     "TableError",
     "TableSpec",

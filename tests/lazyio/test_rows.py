@@ -10,6 +10,7 @@ import pytest
 
 from lazyio import LazyTable, NeverFits, TableSpec, open_table, raw_table, rows
 from lazyio.fetchers.conformance import MadeTable, write_rows
+from lazyio.staged import FEW_IDS
 
 MIB = 1 << 20
 RANDOM = np.random.default_rng(12)
@@ -97,7 +98,7 @@ def test_threads_share_a_budget_that_holds_one_of_them(tmp_path: Path) -> None:
         list(pool.map(work, range(8)))
 
 
-@pytest.mark.parametrize("count", [1, 16, rows.FEW_IDS, rows.FEW_IDS + 1, 400, 4000])
+@pytest.mark.parametrize("count", [1, 16, FEW_IDS, FEW_IDS + 1, 400, 4000])
 @pytest.mark.parametrize("budget", [MIB, 64 * MIB])
 def test_few_many_and_very_many_rows(
     spec: TableSpec, made: MadeTable, open_double: Callable[..., LazyTable], count: int, budget: int
