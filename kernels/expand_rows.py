@@ -91,6 +91,8 @@ def reference(
     An inverse beyond `unique` raises IndexError on the CPU.
     """
     _check(packed, inverse, stored, out, bias, head)
+    if not len(inverse):
+        return
     values = _values(packed, stored).view(len(packed), out.shape[1])
     if scale is not None:
         values = values * scale

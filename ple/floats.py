@@ -30,6 +30,12 @@ def _float8_e4m3(rows: Bytes) -> Float32:
     return _E4M3[rows]
 
 
+def _float8_e5m2(rows: Bytes) -> Float32:
+    """It is the upper half of a float16."""
+    values: Float32 = (rows.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)
+    return values
+
+
 def _e4m3_values() -> Float32:
     """The values of the 256 codes: a sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7F and 0xFF are NaN."""
     codes = np.arange(256)
@@ -48,4 +54,5 @@ FLOATS: dict[str, Callable[[Bytes], Float32]] = {
     "F16": _float16,
     "BF16": _bfloat16,
     "F8_E4M3": _float8_e4m3,
+    "F8_E5M2": _float8_e5m2,
 }
