@@ -102,3 +102,30 @@ def test_what_lies_inside_is_named_with_where_it_lies():
 def test_another_value_than_the_one_that_is_followed():
     with pytest.raises(ModelError, match="act = 'silu'; only \"gelu\" can be run here"):
         Config(GIVEN).expect(tied=False, act="gelu")
+
+
+def test_configurations_by_number():
+    config = Config({"layers": {"05": {"size": 3}, "11": {}}})
+    assert list(config.numbered("layers")) == [5, 11]
+    assert config.numbered("layers")[5].integer("size") == 3
+    assert config.numbered("absent") == {}
+    with pytest.raises(ModelError, match=r"lacks layers\.11\.size"):
+        config.numbered("layers")[11].integer("size")
+    with pytest.raises(ModelError, match=r"layers = .*its keys must be numbers"):
+        Config({"layers": {"five": {}}}).numbered("layers")
+
+
+def test_a_key_that_is_not_among_those_that_are_followed():
+    config = Config({"05": {"size": 3, "skip": ["mlp"]}})
+    config.part("05").only("size", "skip")
+    with pytest.raises(ModelError, match=r'05\.skip = .*no key other than "size"'):
+        config.part("05").only("size")
+
+
+def test_one_integer_for_all_or_a_list_of_one_for_each():
+    assert Config({"width": 8}).integer_of_each("width", 3) == [8, 8, 8]
+    assert Config({"width": [8, 8, 16]}).integer_of_each("width", 3) == [8, 8, 16]
+    with pytest.raises(ModelError, match="a list of 3 integers"):
+        Config({"width": [8]}).integer_of_each("width", 3)
+    with pytest.raises(ModelError, match="an integer, 1 or more"):
+        Config({"width": "8"}).integer_of_each("width", 3)
