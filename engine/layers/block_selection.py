@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import RmsNorm
@@ -100,7 +99,7 @@ def scores(queries: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
     queries [tokens, heads, dim], blocks [blocks, dim].
     """
-    return functional.relu(queries.float() @ blocks.float().T).sum(1)
+    return (queries.float() @ blocks.float().T).relu_().sum(1)
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
