@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,16 @@ Make = Callable[..., Any]
 Agree = Callable[..., None]
 NAME = "qwen4_exp"
 LONG = 150  # tokens, of which a budget of 8 selects few
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Ready(NamedTuple):
+    """Rows that are there."""
+
+    rows: torch.Tensor
+
+    def values(self) -> torch.Tensor:
+        return self.rows
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +121,6 @@ def test_a_cloned_state_is_resumed(pair: Any):
     tokens, other = torch.tensor(pair.tokens(60)), torch.tensor(pair.tokens(20, seed=9))
     values = pair.table[torch.from_numpy(pair.row_ids(tokens.numpy()))].flatten(1)
 
-    class Ready:
-        def __init__(self, rows: torch.Tensor) -> None:
-            self.rows = rows
-
-        def values(self) -> torch.Tensor:
-            return self.rows
-
     def step(state: Any, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return pair.model.step(Ubatch.of([(state, ids.tolist())], pair.model.device), Ready(rows))
 
@@ -134,20 +137,65 @@ def test_a_cloned_state_is_resumed(pair: Any):
     assert torch.equal(step(kept, tokens[38:], values[38:]), uninterrupted)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_dtypes(tiny: Make, dtype: torch.dtype):
+@pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)], ids=str)
+def test_other_dtypes(tiny: Make, dtype: torch.dtype, within: float):
     """Close to float32, with what is to stay in it staying so."""
-    pair = tiny(NAME)
+    pair = in_dtype(tiny(NAME), dtype)
     tokens = pair.tokens(29)
-    expected = pair.expected(tokens)
+    found = pair.logits(tokens, [5, 1, 9])
+    assert found.dtype == torch.float32
+    assert typical_error(found, pair.expected(tokens)) < within
+
+
+def in_dtype(pair: Any, dtype: torch.dtype) -> Any:
     for name, parameter in pair.model.named_parameters():
         if name not in pair.model.float32:
             parameter.data = parameter.data.to(dtype)
-    found = pair._replace(table=pair.table.to(dtype)).logits(tokens, [5, 1, 9])
-    assert found.dtype == torch.float32
-    # One token may take another expert or block, whose scores lie close together, so it is the middle one that counts.
-    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert error.median() < (0.05 if dtype == torch.bfloat16 else 0.01)
+    return pair._replace(table=pair.table.to(dtype))
+
+
+def typical_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the middle token: one may take another expert or block, where two of them are close."""
+    return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(
+    ("dtype", "within"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str
+)
+def test_on_a_gpu(tiny: Make, agree: Agree, dtype: torch.dtype, within: float):
+    pair = in_dtype(tiny(NAME), dtype)
+    tokens, other = pair.tokens(LONG), pair.tokens(41, seed=9)
+    expected = [pair.expected(tokens), pair.expected(other)]
+    pair.model.to("cuda")
+    found = pair._replace(table=pair.table.cuda()).logits_of([tokens, other], [[70, 1, 1, 64], [1, 1, 1, 9]])
+    for ours, theirs in zip(found, expected, strict=True):
+        if dtype == torch.float32:
+            agree(ours.cpu(), theirs)
+        assert typical_error(ours.cpu(), theirs) < within
+
+
+@pytest.mark.gpu
+@GPU
+def test_on_a_gpu_the_host_never_waits(tiny: Make):
+    pair = in_dtype(tiny(NAME), torch.bfloat16)
+    model = pair.model.to("cuda")
+
+    def prompts_and_a_step() -> None:
+        states = [model.new_state(80) for _ in range(2)]
+        for sizes in ([70, 3], [1, 1]):
+            chunks = [(state, pair.tokens(size)) for state, size in zip(states, sizes, strict=True)]
+            rows = torch.ones(sum(sizes), model.row_values, dtype=torch.bfloat16, device="cuda")
+            model.step(Ubatch.of(chunks, model.device), Ready(rows))
+
+    prompts_and_a_step()  # libraries that are loaded on first use may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        prompts_and_a_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_parameters_have_the_names_of_transformers(pair: Any):
