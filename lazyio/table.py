@@ -44,7 +44,8 @@ _AHEAD = 4
 class LazyTable:
     """The rows of one table on disk. Use it from any number of threads, and as a context manager.
 
-    Made by `open_table`. `cache` is its row cache, None where it has none.
+    Made by `open_table`. `cache` is its row cache, and `head_bias` what an EXL3 table adds to its rows; None where it
+    has none.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class LazyTable:
         self._gate = Gate()
         self._fetcher, self.backend = open_fetcher(mode, spec, options, strict=strict)
         try:
-            self._head_bias = None if spec.head_bias is None else HeadBias(spec, self._fetcher.files)
+            self.head_bias = None if spec.head_bias is None else HeadBias(spec, self._fetcher.files)
             if wrap is not None:
                 self._fetcher = _wrapped(self._fetcher, wrap)
             self._rows: Rows = rows_of(self._fetcher, spec, self._staging, options, cache_bytes)
@@ -213,7 +214,7 @@ class LazyTable:
             )
         if packed.shape[-1:] != (self.row_bytes,):
             raise TableError(f"packed rows are {self.row_bytes} bytes long here, not {packed.shape[-1:]}")
-        bias = None if self._head_bias is None else self._bias_of(self._head_bias, ids, packed.shape[:-1])
+        bias = None if self.head_bias is None else self._bias_of(self.head_bias, ids, packed.shape[:-1])
         return decode(packed, self.dtype, dtype, scale=self.spec.scale, bias=bias)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazyio.errors import TableError
-from lazyio.fetchers.base import Extent
+from lazyio.fetchers.base import Extent, Int64
 from lazyio.fetchers.files import FileSet
 from lazyio.ple.floats import FLOATS, Float32
 from lazyio.ple.spec import TableSpec
@@ -35,10 +35,15 @@ class HeadBias:
                 packed = _read(place, spec.row_values * 2, own)
             finally:
                 own.close()
-        self._biases = FLOATS["F16"](np.frombuffer(packed, np.uint8)).reshape(place.rows, spec.row_values)
+        #: float32 [heads, row_values].
+        self.biases = FLOATS["F16"](np.frombuffer(packed, np.uint8)).reshape(place.rows, spec.row_values)
 
     def of(self, ids: NDArray[Any]) -> Float32:
-        """The biases of rows `ids`, valid and of any shape: float32 [*ids.shape, row_values].
+        """The biases of rows `ids`, as in `heads`: float32 [*ids.shape, row_values]. Raises as that does."""
+        return self.biases[self.heads(ids)]
+
+    def heads(self, ids: NDArray[Any]) -> Int64:
+        """The heads that rows `ids`, valid and of any shape, belong to: int64 of that shape.
 
         Rows behind the last head, which only fill the table up, count as its own.
         Raises TableError where the n-gram constants, which tell the heads, are not known.
@@ -50,7 +55,7 @@ class HeadBias:
             )
         first_rows = np.array(self._spec.ngram.head_offsets, np.int64)
         head = first_rows.searchsorted(np.asarray(ids, np.int64), side="right") - 1
-        return self._biases[np.maximum(head, 0)]
+        return np.maximum(head, 0)
 
 
 def _read(place: Extent, row_bytes: int, files: FileSet) -> bytes:

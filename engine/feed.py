@@ -1,0 +1,139 @@
+"""The rows of prompts and decode steps, asked for as soon as their tokens are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Self
+
+import numpy as np
+import torch
+
+from lazyio.engine.device_table import DeviceRows, DeviceTable
+from lazyio.errors import SettingError
+from lazyio.fetchers.base import Int64
+from lazyio.ple.lookahead import Ahead
+from lazyio.ple.rowids import RowIds, Tokens
+from lazyio.table import LazyTable
+
+
+class Feed:
+    """Feeds a model with the rows of a table. `lookahead` is how many ubatches of a prompt are read ahead.
+
+    With 0, the rows of a ubatch are read when the model asks for them. Raises SettingError for less.
+    """
+
+    def __init__(self, rows: DeviceTable, row_ids: RowIds, lookahead: int) -> None:
+        if lookahead < 0:
+            raise SettingError(f"lookahead is {lookahead}; it must be 0 or more ubatches")
+        self._rows, self.row_ids, self.lookahead = rows, row_ids, lookahead
+
+    @property
+    def table(self) -> LazyTable:
+        """The table whose rows they are."""
+        return self._rows.table
+
+    def prompt(self, chunks: Iterable[Tokens], before: Tokens | None = None) -> PromptRows:
+        """The rows of each chunk of a prompt that follows on the tokens `before`, in order; close what is left early.
+
+        What is wrong with a chunk, in its tokens or in its reads, is raised at its turn.
+        """
+        ask = self._rows.prefetch if self.lookahead else self._rows.later
+        return PromptRows(Ahead(ask, self._row_ids(chunks, before), depth=max(1, self.lookahead)))
+
+    def step(self, sequences: Sequence[tuple[Tokens, Tokens | None]]) -> TokenRows:
+        """The rows of the next tokens of several sequences, one after the other: (tokens, those before them) of each.
+
+        Their reads begin now, in this thread. Raises what `LazyTable.start` raises, RowIndexError for wrong tokens.
+        """
+        ids = [self.row_ids(tokens, before) for tokens, before in sequences]
+        return TokenRows(self._rows.start(ids[0] if len(ids) == 1 else np.concatenate(ids)))
+
+    def _row_ids(self, chunks: Iterable[Tokens], before: Tokens | None) -> Iterator[Int64]:
+        for tokens in chunks:
+            yield self.row_ids(tokens, before)
+            before = self.row_ids.tail(tokens, before)
+
+
+class TokenRows:
+    """The rows of the tokens of a ubatch, as models take them (`lazyio.engine.ubatch.Rows`)."""
+
+    def __init__(self, rows: DeviceRows, then: Callable[[], None] = lambda: None) -> None:
+        self._rows, self._then = rows, then
+
+    def values(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait for them: [tokens, rows a token * row values], in `out` if given; `DeviceRows.values` has the rest."""
+        shape = self._rows.shape
+        wide = (shape[0], shape[1] * shape[2])
+        if out is not None and out.shape != wide:
+            raise ValueError(f"out must be {list(wide)} for these tokens, and is {list(out.shape)}")
+        values = self._rows.values(None if out is None else out.view(shape)).view(wide)
+        self._then()
+        return values
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that the host waited for rows that had not been read."""
+        return self._rows.exposed_s
+
+    @property
+    def stall_events(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
+        """See `DeviceRows`."""
+        return self._rows.stall_events
+
+    def cancel(self) -> None:
+        """Give them up. Never waits."""
+        self._rows.cancel()
+
+
+class PromptRows(Iterator[TokenRows]):
+    """The rows of each chunk of a prompt, the next ones on their way. Made by `Feed.prompt`.
+
+    What has been read for the next chunk is copied to the device while the current one is computed.
+    """
+
+    def __init__(self, ahead: Ahead[DeviceRows]) -> None:
+        self._ahead = ahead
+
+    def __next__(self) -> TokenRows:
+        rows = next(self._ahead)
+        rows.send()
+        self._send_next()
+        return TokenRows(rows, self._send_next)
+
+    def close(self) -> None:
+        """Cancel what is in flight; nothing more will come. Never waits."""
+        self._ahead.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send_next(self) -> None:
+        upcoming = self._ahead.upcoming
+        if upcoming is not None:
+            upcoming.send()
+
+
+class FirstRowBeyond:
+    """Row ids of a table that has rows for the first `vocab` token ids alone: those beyond take row 0's.
+
+    Source: Gemma3nTextModel of transformers, which looks up token 0 for ids outside the per-layer vocabulary.
+    """
+
+    def __init__(self, row_ids: RowIds, vocab: int) -> None:
+        self._inner, self._vocab = row_ids, vocab
+        self.heads, self.context = row_ids.heads, row_ids.context
+
+    def __call__(self, tokens: Tokens, before: Tokens | None = None) -> Int64:
+        """Row ids, int64 [n, heads]; see `RowIds`."""
+        return self._inner(self._within(tokens), None if before is None else self._within(before))
+
+    def tail(self, tokens: Tokens, before: Tokens | None = None) -> Int64:
+        """What the next chunk must know of these; see `RowIds`."""
+        return self._inner.tail(self._within(tokens), None if before is None else self._within(before))
+
+    def _within(self, tokens: Tokens) -> Tokens:
+        given = np.asarray(tokens)
+        return np.where(given < self._vocab, given, 0)
