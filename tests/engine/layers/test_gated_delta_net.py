@@ -68,9 +68,10 @@ def as_written(layer: GatedDeltaNet, x: torch.Tensor, gate: str) -> torch.Tensor
     return torch.stack(found) @ w["out_proj.weight"].T
 
 
+@pytest.mark.parametrize("size", [1.0, 2e-3])  # with the small ones, what is added to squared norms counts
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
-def test_the_formulas(gate: str):
-    layer, x = net(gate), inputs(75)
+def test_the_formulas(gate: str, size: float):
+    layer, x = net(gate), size * inputs(75)
     expected = as_written(layer, x, gate)
     (found,) = run(layer, [(new_state(layer), x)])
     assert found.dtype == torch.float32
