@@ -94,6 +94,13 @@ def test_a_tiny_temperature_and_impossible_tokens():
     assert {int(sampler.choose(flat)) for _ in range(200)} == {1, 3}
 
 
+@pytest.mark.parametrize("point", [0.0, 1 - 2**-53])
+def test_the_ends_of_chance(monkeypatch: pytest.MonkeyPatch, point: float):
+    monkeypatch.setattr(torch, "rand", lambda *_, **options: torch.tensor(point, dtype=options["dtype"]))
+    sampler = Sampler(Sampling(temperature=1.0), 4)
+    assert int(sampler.choose(torch.tensor([-math.inf, 0.0, 0.0, -math.inf]))) == (1 if point == 0 else 2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -71,7 +71,8 @@ def by_score(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
 @pytest.mark.parametrize("sample", [sample for sample in SAMPLES if "\n" not in sample or sample in TEXT])
 def test_pieces_with_scores(pieces: Tokenizer, write_gguf: WriteGguf, sample: str):
     tokens = [pieces.id_to_token(number) for number in range(pieces.get_vocab_size())]
-    scores = [float(-number) for number in range(len(tokens))]
+    # In no order, and no two alike.
+    scores = [float(-(number * 7919 % len(tokens))) for number in range(len(tokens))]
     changed: dict[str, Any] = {"merges": None, "scores": scores, "unknown_token_id": 3, "add_space_prefix": False}
     read = read_vocabulary(str(write_gguf(pieces, "llama", "default", changed))).tokenizer
     ids = read.encode(sample).ids

@@ -13,8 +13,7 @@ from .conftest import TEXT
 
 
 def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    added = tokenizer.get_added_tokens_decoder()
-    stream = TextStream(tokenizer, lambda number: number in added and added[number].special)
+    stream = TextStream(tokenizer)
     return [*(stream.add(number) for number in ids), stream.end()]
 
 
