@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from lazyio.engine.weights.fp8 import FP8, read_scale, scaled
-from lazyio.engine.weights.reading import FileOnce, Landing
+from lazyio.engine.weights.fp8 import FP8_TYPES, read_scale, scaled
+from lazyio.engine.weights.reading import LANDING_BYTES, FileOnce, Landing
 from lazyio.engine.weights.source import Part
 from lazyio.ple.codec import decode
 from lazyio.ple.dtypes import TYPES
@@ -20,7 +20,7 @@ _OF_TORCH = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-    FP8: torch.float8_e4m3fn,
+    **FP8_TYPES,
 }
 
 
@@ -36,9 +36,11 @@ def fill(parameter: torch.Tensor, part: Part, file: FileOnce, landing: Landing) 
     target.copy_(part.change(values))
 
 
-def temporary_bytes(part: Part) -> int:
-    """Bytes on the device that filling takes for a while."""
-    return 4 * math.prod(part.stored.shape) if part.change is not None else 0
+def passing_bytes(parts: Iterable[Part]) -> int:
+    """Bytes that filling from these parts, one after the other, takes for a while, on the device and on the host."""
+    changed = [0, *(4 * math.prod(part.stored.shape) for part in parts if part.change is not None)]
+    # A piece as it was read, decoded or on the device, as float32 with its scales, and their product.
+    return 4 * LANDING_BYTES + 2 * max(changed)
 
 
 def _fill_whole(target: torch.Tensor, part: Part, file: FileOnce, landing: Landing) -> None:

@@ -8,10 +8,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from lazyio.engine.weights.fp8 import FP8, block_scale
+from lazyio.engine.weights.fp8 import FP8_TYPES, block_scale
 from lazyio.engine.weights.quantised import check_quantisation, weight_block
 from lazyio.engine.weights.source import BlockScale, Part, Source
 from lazyio.errors import ModelError
+from lazyio.ple.checkpoint import StoredTensor
 from lazyio.ple.safetensors import SafetensorsCheckpoint, constants_of, open_safetensors
 from lazyio.ple.safetensors_header import read_json
 from lazyio.ple.shards import group_shards
@@ -77,19 +78,22 @@ class FolderSource(Source):
         if name not in self._names:
             raise ModelError(f"{self.path} lacks {name}")
         stored = self._checkpoint.tensor(self._names[name])
-        return Part(stored, into, scale=self._scale(name) if stored.dtype == FP8 else None)
+        return Part(stored, into, scale=self._scale(name, stored))
 
-    def _scale(self, name: str) -> BlockScale:
+    def _scale(self, name: str, weight: StoredTensor) -> BlockScale | None:
         for ending in _SCALES:
             if name + ending in self._names:
-                weight, scale = (self._checkpoint.tensor(self._names[each]) for each in (name, name + ending))
+                scale = self._checkpoint.tensor(self._names[name + ending])
                 return block_scale(weight, scale, weight_block(self._config_path, self._whole_config))
-        raise ModelError(f"{self.path} lacks {name}{_SCALES[0]}, without which its fp8 values mean nothing")
+        if weight.dtype in FP8_TYPES:
+            raise ModelError(f"{self.path} lacks {name}{_SCALES[0]}, without which its fp8 values mean nothing")
+        return None
 
     def _parameter_of(self, name: str) -> str:
         """What a stored tensor is a part of, or a scale of a part of."""
         for ending in _SCALES:
-            name = name.removesuffix(ending)
+            if name.removesuffix(ending) in self._names:
+                name = name.removesuffix(ending)
         expert = _EXPERT.fullmatch(name)
         if expert is None or int(expert["number"]) >= self.config.get("num_experts", 0):
             return name

@@ -19,8 +19,8 @@ from lazyio.errors import ModelError
 from lazyio.ple.checkpoint import StoredTensor, read_tensor
 from lazyio.ple.codec import decode
 
-#: What a stored tensor of fp8 weights calls its type.
-FP8 = "F8_E4M3"
+#: Types of stored fp8 weights, by name, as torch has them.
+FP8_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 _SCALE_TYPES = ("F32", "BF16", "F16")
 
@@ -28,8 +28,13 @@ _SCALE_TYPES = ("F32", "BF16", "F16")
 def block_scale(weight: StoredTensor, scale: StoredTensor, block: tuple[int, int]) -> BlockScale:
     """The scale of fp8 weights [..., rows, columns], whose shape tells what each of its values is for.
 
-    `block` has the rows and columns of blocks where it is blocks. Raises ModelError for a scale of any other shape.
+    `block` has the rows and columns of blocks where it is blocks. Raises ModelError for a scale of any other shape, and
+    for weights of other types, whose scales would mean something else.
     """
+    if weight.dtype not in FP8_TYPES:
+        raise ModelError(
+            f"{weight.path}: {weight.name} is {weight.dtype} and has {scale.name}; only fp8 is scaled here"
+        )
     if len(weight.shape) >= 2 and scale.dtype in _SCALE_TYPES:
         rows, columns = weight.shape[-2:]
         for size in (block, (1, columns), (rows, columns)):

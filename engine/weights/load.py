@@ -12,7 +12,7 @@ from torch import nn
 
 from lazyio.engine.models import Model, model_class
 from lazyio.engine.weights.dummy import fill_dummy, first_layers
-from lazyio.engine.weights.filling import fill, temporary_bytes
+from lazyio.engine.weights.filling import fill, passing_bytes
 from lazyio.engine.weights.folder import FolderSource
 from lazyio.engine.weights.gguf import GgufSource
 from lazyio.engine.weights.memory import check_memory
@@ -78,7 +78,8 @@ def load_model(
     steps = plan(source, model) if load_format == "auto" else []
     dtypes = {name: torch.float32 if name in model.float32 else dtype for name in shapes_of(model)}
     sizes = (math.prod(shape) * dtypes[name].itemsize for name, shape in shapes_of(model).items())
-    check_memory(sum(sizes), max((temporary_bytes(step.part) for step in steps), default=0), device, dtype)
+    passing = passing_bytes(step.part for step in steps) if steps else 0
+    check_memory(sum(sizes), passing, device, dtype)
     _materialise(model, device, dtypes)
     if load_format == "auto":
         _stream(model, steps, progress)

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from lazyio.engine.weights.reading import LANDING_BYTES
 from lazyio.errors import NeverFits
 from lazyio.host import available_memory_bytes
 from lazyio.units import format_bytes
 
-# On the way from a piece as stored to its place: the piece on the device, as float32, scaled, and once more in spare.
-_PIECES = 4
 
-
-def check_memory(weights_bytes: int, temporary_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
+def check_memory(weights_bytes: int, passing_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
     """Raise NeverFits if weights, and what loading them takes for a while, are more than the device or host has left.
 
-    `temporary_bytes` is the most that filling one parameter takes on the device beyond pieces. `dtype` is that of the
-    weights, for the message.
+    `passing_bytes` is what loading takes on either beside the weights. `dtype` is that of the weights, for the message.
     """
-    passing = _PIECES * LANDING_BYTES + temporary_bytes
     if device.type == "cuda":
-        _check(weights_bytes, passing, _left_on(device), f"device {device}", dtype, "another device")
-        _check(0, passing, available_memory_bytes(), "the host", dtype, "a host with more memory")
+        _check(weights_bytes, passing_bytes, _left_on(device), f"device {device}", dtype, "another device")
+        _check(0, passing_bytes, available_memory_bytes(), "the host", dtype, "a host with more memory")
     else:
-        _check(weights_bytes, passing, available_memory_bytes(), "the host", dtype, "a host with more memory")
+        _check(weights_bytes, passing_bytes, available_memory_bytes(), "the host", dtype, "a host with more memory")
 
 
 def _check(weights: int, passing: int, left: int, where: str, dtype: torch.dtype, instead: str) -> None:
@@ -33,8 +27,8 @@ def _check(weights: int, passing: int, left: int, where: str, dtype: torch.dtype
     name = str(dtype).removeprefix("torch.")
     smaller = "dtype bfloat16, which takes half" if dtype.itemsize > 2 and weights else ""
     raise NeverFits(
-        f"the model's weights take {format_bytes(weights)} as {name} and loading them another {format_bytes(passing)} "
-        f"for a while, and {where} has {format_bytes(left)} left; free some of it, or use "
+        f"the model needs {format_bytes(weights + passing)} on {where} ({format_bytes(weights)} for weights as {name}, "
+        f"{format_bytes(passing)} while they are loaded), which has {format_bytes(left)} left; free some of it, or use "
         f"{' or '.join(filter(None, (smaller, instead)))}"
     )
 

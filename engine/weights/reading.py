@@ -11,11 +11,11 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Self
 
-import numpy as np
 import torch
 
+from lazyio.engine.pinned import PinnedMemory
 from lazyio.errors import ModelError
 from lazyio.fetchers.files import Identity, cause_of
 
@@ -27,12 +27,12 @@ class Landing:
     """The memory that pieces are read into: page-aligned, and pinned where they go on to a CUDA device."""
 
     def __init__(self, device: torch.device, size_bytes: int = LANDING_BYTES) -> None:
-        memory = torch.from_numpy(np.frombuffer(_private_memory(size_bytes), np.uint8))
         self._device = device
-        self._halves = memory.chunk(2 if device.type == "cuda" else 1)
+        self._pinned = PinnedMemory(size_bytes, device) if device.type == "cuda" else None
+        memory = _private_memory(size_bytes) if self._pinned is None else self._pinned.bytes
+        self._halves = memory.chunk(1 if self._pinned is None else 2)
         self._copied: list[torch.cuda.Event | None] = [None] * len(self._halves)
         self._turn = 0
-        self._pinned = device.type == "cuda" and _pin(memory, device)
 
     @property
     def piece_bytes(self) -> int:
@@ -46,7 +46,7 @@ class Landing:
         if copied is not None:
             copied.synchronize()
         yield self._halves[self._turn][:size_bytes]
-        if self._pinned:
+        if self._pinned is not None:
             self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()
         self._turn = (self._turn + 1) % len(self._halves)
 
@@ -55,29 +55,14 @@ class Landing:
 
     def __exit__(self, *_: object) -> None:
         """Wait for the copies under way, then unpin."""
-        if self._pinned:
+        if self._pinned is not None:
             torch.cuda.synchronize(self._device)
-            _cudart().cudaHostUnregister(self._halves[0].data_ptr())
-            self._pinned = False
+            self._pinned.close()
 
 
-def _private_memory(size_bytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _pin(memory: torch.Tensor, device: torch.device) -> bool:
-    """Whether the memory could be pinned; where that is refused, copies take longer and are otherwise the same."""
-    with torch.cuda.device(device):
-        if int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-            return True
-        # CUDA keeps the refusal for whoever asks next for the last error, which is any kernel that is launched.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros((), device=device)
-    return False
+def _private_memory(size_bytes: int) -> torch.Tensor:
+    memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class FileOnce:
