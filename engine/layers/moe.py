@@ -14,6 +14,9 @@ from lazyio.engine.layers.mlp import SiluMlp
 #: Of rows sorted by expert: where those of each expert end, int32 [experts] on the device, or how many each has.
 Groups = torch.Tensor | list[int]
 
+# torch's kernel for groups takes fewer than these.
+_MOST_GROUPS = 1024
+
 
 class SparseMoe(nn.Module):
     """Routed experts and a shared one.
@@ -81,9 +84,10 @@ class Experts(nn.Module):
 
 def _grouped(x: torch.Tensor, down_proj: torch.Tensor) -> bool:
     """Whether one launch can do all experts: then the host need not know how many tokens each has."""
-    _, hidden, width = down_proj.shape
+    experts, hidden, width = down_proj.shape
     aligned = hidden % 8 == width % 8 == 0  # rows begin at multiples of 16 bytes
-    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(functional, "grouped_mm")
+    fits = aligned and experts < _MOST_GROUPS
+    return fits and x.is_cuda and x.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm")
 
 
 def _by_expert(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
