@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from lazyio.bench.command import bench
 from lazyio.errors import LazyIOError
+from lazyio.run import run
 from lazyio.version import __version__
 
 _FAILED = 2
@@ -83,6 +84,7 @@ def inspect(
 
 
 app.command()(bench)
+app.command()(run)
 
 
 @app.command()

@@ -1,0 +1,263 @@
+"""A model that is loaded, and fed by its table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from typing import Self, Unpack
+
+import torch
+
+from lazyio import settings
+from lazyio.engine.account import Meter, describe
+from lazyio.engine.device_table import DeviceTable
+from lazyio.engine.feed import Feed
+from lazyio.engine.generate import Completion, Plan, Reply
+from lazyio.engine.opening import TableOptions, find_rows, open_beside, refuse_ignored
+from lazyio.engine.pace import MeasuredPace, measure_pace
+from lazyio.engine.place import check_memory, check_state, device_of, dtype_of
+from lazyio.engine.prompt import Prompt, check_length, each_prompt, token_ids
+from lazyio.engine.sampling import Sampler, Sampling
+from lazyio.engine.sequence import TokenSequence
+from lazyio.engine.text.text import Text, open_text
+from lazyio.engine.weights.load import load_model, open_source, outline
+from lazyio.errors import ModelError, SettingError
+from lazyio.ple.cuts import fixed_cuts
+from lazyio.ple.spec import TableSpec
+from lazyio.table import LazyTable
+from lazyio.units import format_bytes
+
+# Logits are computed for so many tokens at once: there is one for each word of the vocabulary.
+_LOGITS_TOKENS = 512
+_DEFAULT_UBATCH: int = settings.SETTINGS["ubatch"].default
+
+
+class LLM:
+    """A model with its table on the disk. Use it as a context manager, or `close` it; by one thread at a time.
+
+    `model` is its trunk, `table` its lazy table and `feed` what brings rows from there, both None for a model without a
+    table. `lookahead` and `ubatch` are the settings in use, `pace` what was measured for ubatch auto, else None.
+    `no_text` says why there is no tokenizer, None where there is one.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        table: str | os.PathLike[str] | TableSpec | None = None,
+        lazy_mode: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        load_format: str = "auto",
+        layers: int | None = None,
+        lookahead: int | None = None,
+        ubatch: int | str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **table_options: Unpack[TableOptions],
+    ) -> None:
+        """Load a model from a folder of safetensors or a GGUF file, and open its table.
+
+        `table` is where the table lies, if not in the same checkpoint. `device` is cpu or cuda, by default cuda if
+        there is one; `dtype` float32, bfloat16 or float16, by default float32 on the CPU and the checkpoint's own on
+        cuda. `load_format` dummy reads no weights and takes random ones, of the first `layers` layers if that is given.
+        `lazy_mode`, `lookahead`, `ubatch` and the other options are settings, which come from the environment where
+        they are None; docs/settings.md lists them. `progress` is called with the bytes loaded and all there are.
+
+        Raises ModelError for a checkpoint that can't be used, or a table that is not the model's; NeverFits where
+        memory does not suffice; SettingError for a setting that is malformed or would be ignored; Unsupported for a
+        device that is not there; and what `lazyio.open_table` raises. Whatever it raises, nothing is left open.
+        """
+        self.path = os.fspath(model)
+        self.device = device_of(device)
+        self.lookahead: int = settings.resolve("lookahead", lookahead)
+        self.ubatch: int | None = settings.resolve("ubatch", ubatch)
+        self.table: LazyTable | None = None
+        self.feed: Feed | None = None
+        self.pace: MeasuredPace | None = None
+        source = open_source(self.path)
+        self.architecture = str(source.config["model_type"]).removesuffix("_text")
+        self.dtype = dtype_of(dtype, source.config, self.device)
+        shape = outline(source, load_format, layers)
+        found = find_rows(shape, self.path, table)
+        if found is None:
+            given = {"table": table, "lazy_mode": lazy_mode, "lookahead": lookahead, **table_options}
+            refuse_ignored(self.path, given)
+        self._check_auto(ubatch, has_table=found is not None)
+        with ExitStack() as stack:
+            if found is not None:
+                self.table = open_beside(found[0], shape, self.dtype, self.device, lazy_mode, table_options)
+                stack.callback(self.table.close)
+            self.model = load_model(
+                source,
+                device=self.device,
+                dtype=self.dtype,
+                load_format=load_format,
+                layers=layers,
+                progress=progress,
+            )
+            self._text, self.no_text = self._open_text()
+            if self.table is not None and found is not None:
+                rows = DeviceTable(self.table, self.device, self.dtype, timed=True)
+                stack.callback(rows.close)
+                self.feed = Feed(rows, found[1], self.lookahead)
+                self.pace = None if self.ubatch else measure_pace(self.model, self.table, found[1].heads)
+            self._stack = stack.pop_all()
+
+    @property
+    def text(self) -> Text:
+        """The tokenizer. Raises ModelError where there is none, or one that is not the model's."""
+        if self._text is None:
+            raise ModelError(self.no_text)
+        return self._text
+
+    def logits(self, prompt: Prompt, *, cuts: Sequence[int] | None = None) -> torch.Tensor:
+        """Logits after each token of a prompt: float32 [tokens, vocab], on the CPU.
+
+        `cuts` are the tokens of each ubatch, in place of those that the setting `ubatch` gives. Raises PromptError for
+        a prompt that can't be served, NeverFits where memory does not suffice, SettingError for cuts of another prompt.
+        """
+        tokens = token_ids(prompt, lambda: self.text, self.model.vocab)
+        check_length(len(tokens), 0, self.model.max_tokens)
+        cuts = self.cuts(len(tokens)) if cuts is None else _checked(cuts, len(tokens))
+        check_state(self.model, len(tokens))
+        size = 4 * len(tokens) * self.model.vocab
+        check_memory(size, f"the logits of {len(tokens)} tokens", torch.device("cpu"), "give a shorter prompt")
+        logits = torch.empty(len(tokens), self.model.vocab)
+        done = 0
+        with closing(self._sequence(len(tokens)).prefill(tokens, cuts)) as ubatches, torch.inference_mode():
+            for hidden in ubatches:
+                for start in range(0, len(hidden), _LOGITS_TOKENS):
+                    part = hidden[start : start + _LOGITS_TOKENS]
+                    logits[done : done + len(part)] = self.model.logits(part)
+                    done += len(part)
+        return logits
+
+    def reply(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: str | int | Sequence[str | int] = (),
+    ) -> Reply:
+        """A reply to one prompt, generated while it is iterated over. `generate` has the arguments and errors."""
+        return self._reply(self._plan(prompt, max_tokens, stop), sampling or Sampling())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | int | Sequence[str | int] = (),
+    ) -> list[Completion]:
+        """Replies to one prompt or many, one after the other.
+
+        A prompt is text, as it is; token ids; or messages {"role": ..., "content": ...}, to which the model's chat
+        template is applied. A reply ends after `max_tokens` tokens, at a stop id of the model or of `stop`, or where a
+        string of `stop` begins. `Sampling` has the other arguments; each prompt is sampled from the same seed.
+
+        Raises, before anything runs, PromptError for a prompt that is empty, has ids beyond the vocabulary or goes with
+        its reply beyond the model's context; ModelError for text where there is no tokenizer; SettingError for an
+        argument out of range; NeverFits where memory does not suffice. Later, ReadError for rows that can't be read.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+        completions = []
+        for plan in [self._plan(prompt, max_tokens, stop) for prompt in each_prompt(prompts)]:
+            with self._reply(plan, sampling) as reply:
+                for _ in reply:
+                    pass
+                completions.append(reply.completion)
+        return completions
+
+    def cuts(self, tokens: int) -> list[int]:
+        """The sizes of the ubatches that a prompt of so many tokens is cut into."""
+        if self.ubatch is not None:
+            return fixed_cuts(tokens, self.ubatch)
+        assert self.pace is not None
+        return self.pace.cuts(tokens, _DEFAULT_UBATCH)
+
+    def summary(self) -> str:
+        """One line: the model, where its weights are, its table and how that is read."""
+        size = sum(parameter.nbytes for parameter in self.model.parameters())
+        trunk = (
+            f"{self.architecture}, {format_bytes(size)} of {str(self.dtype).removeprefix('torch.')} on {self.device}"
+        )
+        ubatch = "auto" if self.ubatch is None else self.ubatch
+        if self.table is None:
+            return f"{trunk}; no table; ubatch {ubatch}"
+        spec, backend = self.table.spec, self.table.backend
+        pace = "" if self.pace is None else f", planned for {self.pace}"
+        return (
+            f"{trunk}; table {spec.tensor}, {format_bytes(spec.table_bytes)} of {spec.dtype}, {describe(backend)} "
+            f"({backend.why}); lookahead {self.lookahead}, ubatch {ubatch}{pace}"
+        )
+
+    def close(self) -> None:
+        """Close the table, and give back what feeds the device. Harmless when done twice."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _plan(self, prompt: Prompt, max_tokens: int, stop: str | int | Sequence[str | int]) -> Plan:
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise SettingError(f"max_tokens is {max_tokens!r}; it must be an integer, 1 or more")
+        tokens = token_ids(prompt, lambda: self.text, self.model.vocab)
+        check_length(len(tokens), max_tokens, self.model.max_tokens)
+        check_state(self.model, len(tokens) + max_tokens)
+        strings, ids = self._stops((stop,) if isinstance(stop, str | int) else stop)
+        return Plan(tokens, self.cuts(len(tokens)), max_tokens, ids, strings)
+
+    def _reply(self, plan: Plan, sampling: Sampling) -> Reply:
+        sequence = self._sequence(len(plan.tokens) + plan.max_tokens)
+        meter = Meter(len(plan.tokens), plan.cuts, self.table, on_cuda=self.device.type == "cuda")
+        return Reply(sequence, plan, Sampler(sampling, self.model.vocab), self._text, meter)
+
+    def _sequence(self, capacity: int) -> TokenSequence:
+        return TokenSequence(self.model, self.feed, capacity)
+
+    def _stops(self, stop: Sequence[str | int]) -> tuple[list[str], frozenset[int]]:
+        strings = [each for each in stop if isinstance(each, str)]
+        ids = [each for each in stop if not isinstance(each, str)]
+        wrong = [each for each in ids if not isinstance(each, int) or not 0 <= each < self.model.vocab]
+        if wrong or "" in strings:
+            raise SettingError(
+                f"stop has {repr(wrong[0]) if wrong else 'an empty string'}; it is strings that are not empty, and "
+                f"token ids from 0 to {self.model.vocab - 1}"
+            )
+        own = self.text.stop_ids if strings or self._text is not None else frozenset()
+        return strings, own.union(ids)
+
+    def _check_auto(self, ubatch: int | str | None, *, has_table: bool) -> None:
+        """Planned cuts hide reads behind computing. Without either there is nothing to plan, and cuts are fixed."""
+        if self.ubatch is not None or (has_table and self.lookahead):
+            return
+        if ubatch is not None:
+            reason = "lookahead is 0" if has_table else f"the model of {self.path} has no table"
+            raise SettingError(f"ubatch auto has no effect where {reason}: leave it out, or give a number of tokens")
+        self.ubatch = _DEFAULT_UBATCH
+
+    def _open_text(self) -> tuple[Text | None, str | None]:
+        try:
+            text = open_text(self.path)
+            text.check(self.model.vocab)
+        except ModelError as error:
+            return None, str(error)
+        return text, None
+
+
+def _checked(cuts: Sequence[int], tokens: int) -> list[int]:
+    if min(cuts, default=0) < 1 or sum(cuts) != tokens:
+        raise SettingError(
+            f"cuts are {list(cuts)}; they must be 1 or more, and sum to the {tokens} tokens of the prompt"
+        )
+    return list(cuts)

@@ -1,0 +1,75 @@
+"""Where a model runs and in which precision, and what memory there is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lazyio.engine.models.base import Model
+from lazyio.errors import NeverFits, SettingError, Unsupported
+from lazyio.host import available_memory_bytes
+from lazyio.units import format_bytes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def device_of(asked: str | torch.device | None) -> torch.device:
+    """The device that was asked for; without that, a CUDA device if there is one, else the CPU.
+
+    Raises SettingError for another kind of device, Unsupported where it is not there.
+    """
+    if asked is None:
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        raise SettingError(f"device is {asked!r}; it can be cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise SettingError(f"device is {str(device)!r}; it can be cpu, cuda or cuda:N")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise Unsupported(f"device is {str(device)!r}, and torch sees {count} CUDA devices here: set device to cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def dtype_of(asked: str | torch.dtype | None, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    """The dtype that was asked for; without that, float32 on the CPU and the checkpoint's own on a CUDA device.
+
+    A checkpoint that does not name one of float32, bfloat16 and float16 counts as bfloat16. Raises SettingError for
+    another.
+    """
+    if asked is None:
+        own = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        return torch.float32 if device.type == "cpu" else DTYPES.get(own, torch.bfloat16)
+    name = str(asked).removeprefix("torch.")
+    if name not in DTYPES:
+        raise SettingError(f"dtype is {name!r}; it can be {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def check_state(model: Model, capacity: int) -> None:
+    """Raise NeverFits if the state of a sequence of `capacity` tokens is more than there is memory for."""
+    needed = model.new_state(capacity, torch.device("meta")).nbytes
+    what = f"the state of a sequence of {capacity} tokens"
+    check_memory(needed, what, model.device, "shorten the prompt, or lower max_tokens")
+
+
+def check_memory(needed_bytes: int, what: str, device: torch.device, advice: str) -> None:
+    """Raise NeverFits, which names what takes them and gives the advice, if a device does not have so many bytes."""
+    free = _free_bytes(device)
+    if needed_bytes > free:
+        raise NeverFits(
+            f"{what} takes {format_bytes(needed_bytes)}, and {format_bytes(free)} of memory can be had on {device}: "
+            f"{advice}"
+        )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return available_memory_bytes()
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
