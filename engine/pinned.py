@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-
 # What a child inherits is not mapped there (MADV_DONTFORK), and must never be unmapped either: by then something else
 # may lie at those addresses.
 _inherited: list[object] = []

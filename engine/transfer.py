@@ -14,6 +14,7 @@ from lazyio.engine.pinned import PinnedMemory
 
 # Arrays begin at multiples of this, so that a kernel may load as wide as it likes.
 _ALIGNMENT = 256
+_LEAST_BYTES = 1 << 16
 
 
 class Transfer:
@@ -118,7 +119,7 @@ class _Set:
         self._copied.synchronize()
         if self._memory is not None and size <= len(self.host):
             return
-        size = max(size, 0 if self._memory is None else 2 * len(self.host))
+        size = max(size, _LEAST_BYTES if self._memory is None else 2 * len(self.host))
         self.close()
         self._memory = PinnedMemory(size, self._device)
         self.host = self._memory.bytes.numpy()

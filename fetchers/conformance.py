@@ -13,17 +13,12 @@ A fetcher that can't work here skips the tests: call `pytest.skip(reason)` in `m
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import os
-import signal
 import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +27,11 @@ from numpy.testing import assert_array_equal
 
 from lazyio.errors import ReadError, TableError
 from lazyio.fetchers.base import Alignment, Bytes, Extent, Fetcher, Int64, Landed, ReadPlan, ReadStats, RowFetcher
-from lazyio.ple.plan import Geometry, RowPlan
+from lazyio.fetchers.trial import Guarded, MadeTable, run_in_child, write_rows
 
 __all__ = ["FetcherConformance", "MadeTable", "run_in_child", "write_rows"]
 
 _POISONS = (0x5A, 0xA5)  # a byte that nobody wrote differs from what it should be under one of them at least
-_GUARD_BYTES = 8192
 _THREADS = 8
 
 # Name of a layout: bytes of a row, and the file, offset and rows of each extent. Files end with their last row.
@@ -48,91 +42,6 @@ _LAYOUTS: dict[str, tuple[int, list[tuple[str, int, int]]]] = {
     "several extents and files": (90, [("a", 131, 400), ("b", 3, 350), ("a", 36188, 300), ("c", 0, 1)]),
     "beyond 4 GiB": (82, [("a", (1 << 32) + 7, 200), ("a", (5 << 30) + 513, 300)]),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class MadeTable:
-    """A table whose rows are known."""
-
-    extents: tuple[Extent, ...]
-    content: Bytes  # [rows, row_bytes]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return int(self.content.shape[1])
-
-    def plan(self, fetcher: Fetcher, ids: Int64) -> RowPlan:
-        """Plan the reads of rows `ids`, ascending and distinct, for a fetcher that was made for this table."""
-        return Geometry(self.extents, self.row_bytes, fetcher.files.index).plan(ids, fetcher.alignment)
-
-
-def write_rows(folder: Path, row_bytes: int, places: Sequence[tuple[str, int, int]]) -> MadeTable:
-    """Write random rows to files of `folder`; each place is a file's name, an offset in bytes and a number of rows."""
-    content = np.random.default_rng(row_bytes).integers(0, 256, (sum(rows for *_, rows in places), row_bytes), np.uint8)
-    extents: list[Extent] = []
-    first = 0
-    for name, offset, rows in places:
-        path = str(folder / name)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
-        os.pwrite(descriptor, content[first : first + rows].tobytes(), offset)
-        os.close(descriptor)
-        extents.append(Extent(path, offset, first, rows))
-        first += rows
-    return MadeTable(tuple(extents), content)
-
-
-def run_in_child(check: Callable[[], object], *, limit_s: float = 30) -> None:
-    """Run `check` in a forked child. Raises AssertionError, with its traceback, if it fails, hangs or is killed."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        # From Python 3.12 on, forking a process with threads warns. What comes of that is what is tested here.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if not child:
-        _be_the_child(check, writing, limit_s)
-    os.close(writing)
-    with open(reading, encoding="utf-8") as pipe:
-        told = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code != -signal.SIGALRM, f"the child hung for {limit_s} s:\n{told}"
-    assert code >= 0, f"the child was killed by {signal.Signals(-code).name}"
-    assert code == 0, f"the child failed:\n{told}"
-
-
-def _be_the_child(check: Callable[[], object], writing: int, limit_s: float) -> None:
-    code = 1
-    try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        faulthandler.register(signal.SIGALRM, file=writing, chain=True)
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-        check()
-        code = 0
-    except BaseException:
-        os.write(writing, traceback.format_exc().encode())
-    finally:
-        os._exit(code)
-
-
-class _Guarded:
-    """A buffer that is aligned as asked and no better, full of one byte, with guards before and behind."""
-
-    def __init__(self, size: int, alignment: Alignment, poison: int) -> None:
-        self._poison = poison
-        step = alignment.memory
-        self._whole = np.full(size + 2 * _GUARD_BYTES + 4 * step, poison, np.uint8)
-        address = self._whole.ctypes.data + _GUARD_BYTES
-        self._start = _GUARD_BYTES + (-address % (2 * step)) + step
-        self._stop = self._start + size
-
-    @property
-    def lent(self) -> Bytes:
-        """What the fetcher is given: more than it may write to."""
-        return self._whole[self._start : self._stop + _GUARD_BYTES]
-
-    def check(self) -> None:
-        outside = np.concatenate([self._whole[: self._start], self._whole[self._stop :]])
-        assert (outside == self._poison).all(), "bytes outside of the plan's buffer were written"
 
 
 class FetcherConformance:
@@ -191,13 +100,77 @@ class FetcherConformance:
             fetcher.take(ids, out)
             assert_array_equal(out, table.content[ids])
 
+    # --- begun now, finished later -----------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("layout", _LAYOUTS)
+    def test_begun_reads_bring_the_same(self, layout: str, tmp_path: Path) -> None:
+        table = _table(layout, tmp_path)
+        with self._open(table) as fetcher:
+            for ids in (np.arange(0), np.array([1]), np.arange(0, len(table.content), 3)):
+                for poison in _POISONS:
+                    _Begun(fetcher, table, ids, poison).finish()
+
+    def test_other_reads_come_between(self, tmp_path: Path) -> None:
+        table = _table("several extents and files", tmp_path)
+        with self._open(table) as fetcher:
+            first = _Begun(fetcher, table, np.arange(0, len(table.content), 60), _POISONS[0])
+            _check_read(fetcher, table, np.arange(0, len(table.content), 7))
+            second = _Begun(fetcher, table, np.arange(5, len(table.content), 90), _POISONS[1])
+            third = _Begun(fetcher, table, np.arange(9, len(table.content), 300), _POISONS[0])
+            for begun in (third, first):
+                begun.finish()
+                _check_read(fetcher, table, np.arange(1, len(table.content), 50))
+            second.finish()
+
+    def test_begun_reads_may_be_forgotten(self, tmp_path: Path) -> None:
+        table = _table("several extents and files", tmp_path)
+        ids = np.arange(0, len(table.content), 40)
+        guarded: list[Guarded] = []
+        with self._open(table) as fetcher:
+            for _ in range(3):
+                guarded.append(_Begun(fetcher, table, ids, _POISONS[0]).guarded)
+                _check_read(fetcher, table, ids)
+            with ThreadPoolExecutor(1) as pool:
+                guarded.append(pool.submit(lambda: _Begun(fetcher, table, ids, _POISONS[0]).guarded).result())
+            guarded.append(_Begun(fetcher, table, ids, _POISONS[0]).guarded)
+        gc.collect()
+        for each in guarded:
+            each.lent[:] = _POISONS[1]
+        time.sleep(0.02)
+        for each in guarded:
+            assert (each.lent == _POISONS[1]).all(), "a forgotten read was still in flight after the fetcher was closed"
+
+    def test_a_child_comes_between(self, tmp_path: Path) -> None:
+        table = _table("several extents and files", tmp_path)
+        ids = np.arange(0, len(table.content), 60)
+        with self._open(table) as fetcher:
+            begun = _Begun(fetcher, table, ids, _POISONS[0])
+
+            def check() -> None:
+                _check_read(fetcher, table, ids)
+                _Begun(fetcher, table, ids, _POISONS[1]).finish()
+
+            self._in_child(check)
+            begun.finish()
+
+    def test_expected_rows_are_taken(self, tmp_path: Path) -> None:
+        table = _table("several extents and files", tmp_path)
+        with self._open(table) as fetcher:
+            if not isinstance(fetcher, RowFetcher):
+                pytest.skip("its rows do not lie in addressable memory")
+            ids = np.random.default_rng(3).integers(0, len(table.content), 300)
+            assert isinstance(fetcher.expect(ids), ReadStats)
+            out = np.empty((len(ids), table.row_bytes), np.uint8)
+            fetcher.take(ids, out)
+            assert_array_equal(out, table.content[ids])
+
     # --- progress and failure ----------------------------------------------------------------------------------------
 
     def test_landed_is_truthful_and_only_grows(self, tmp_path: Path) -> None:
         table = _table("several extents and files", tmp_path)
         with self._open(table) as fetcher:
             plan = table.plan(fetcher, np.arange(0, len(table.content), 2)).reads
-            buffer = _Guarded(plan.buffer_bytes, fetcher.alignment, _POISONS[0]).lent
+            buffer = Guarded(plan.buffer_bytes, fetcher.alignment, _POISONS[0]).lent
             told: list[int] = [0]
 
             def landed(windows: int) -> None:
@@ -218,7 +191,12 @@ class FetcherConformance:
             cut = Path(table.extents[1].path)
             os.truncate(cut, cut.stat().st_size // 2)
             # A fetcher that maps the file without looking is killed by this, and should not take the tests with it.
-            self._in_child(lambda: _check_truncated(fetcher, table, ids, str(cut)))
+            self._in_child(lambda: _check_truncated(fetcher, table, ids, str(cut), fetcher.read))
+            self._in_child(
+                lambda: _check_truncated(
+                    fetcher, table, ids, str(cut), lambda plan, buffer: fetcher.begin(plan, buffer).finish()
+                )
+            )
 
     def test_a_missing_file_is_refused(self, tmp_path: Path) -> None:
         table = _table("several extents and files", tmp_path)
@@ -309,7 +287,7 @@ class FetcherConformance:
         table = _table("one extent", tmp_path)
         with self._open(table) as fetcher:
             plan = table.plan(fetcher, np.arange(0, len(table.content), 11)).reads
-            buffer = _Guarded(plan.buffer_bytes, fetcher.alignment, _POISONS[0]).lent
+            buffer = Guarded(plan.buffer_bytes, fetcher.alignment, _POISONS[0]).lent
             stats = fetcher.read(plan, buffer)
             assert isinstance(stats, ReadStats)
             assert min(stats.reads, stats.bytes_read, stats.resumed, stats.service_s) >= 0
@@ -329,11 +307,31 @@ def _table(layout: str, folder: Path) -> MadeTable:
     return write_rows(folder, row_bytes, places)
 
 
+class _Begun:
+    """Rows `ids` on their way to a guarded buffer."""
+
+    def __init__(self, fetcher: Fetcher, table: MadeTable, ids: Int64, poison: int) -> None:
+        self._fetcher, self._expected, self._plan = fetcher, table.content[ids], table.plan(fetcher, ids)
+        self.guarded = Guarded(self._plan.reads.buffer_bytes, fetcher.alignment, poison)
+        self._pending = fetcher.begin(self._plan.reads, self.guarded.lent)
+
+    def finish(self) -> None:
+        stats = self._pending.finish()
+        assert isinstance(stats, ReadStats)
+        plan, buffer = self._plan, self.guarded.lent
+        if len(plan.reads) and not isinstance(self._fetcher, RowFetcher):
+            assert stats.reads >= 1
+            assert stats.bytes_read >= int(plan.reads.needed.sum())
+        self.guarded.check()
+        _check_windows(self._fetcher, plan.reads, buffer, range(len(plan.reads)))
+        assert_array_equal(buffer[plan.position[:, None] + np.arange(self._expected.shape[1])], self._expected)
+
+
 def _check_read(fetcher: Fetcher, table: MadeTable, ids: Int64, landed: Landed | None = None) -> None:
     """Read rows `ids`, ascending and distinct, and compare every byte that a window must have."""
     plan = table.plan(fetcher, ids)
     for poison in _POISONS:
-        guarded = _Guarded(plan.reads.buffer_bytes, fetcher.alignment, poison)
+        guarded = Guarded(plan.reads.buffer_bytes, fetcher.alignment, poison)
         buffer = guarded.lent
         fetcher.read(plan.reads, buffer, landed)
         guarded.check()
@@ -350,13 +348,15 @@ def _check_windows(fetcher: Fetcher, plan: ReadPlan, buffer: Bytes, windows: ran
         assert buffer[dest : dest + needed].tobytes() == expected, f"window {window} at {plan.offset[window]} is wrong"
 
 
-def _check_truncated(fetcher: Fetcher, table: MadeTable, ids: Int64, cut: str) -> None:
+def _check_truncated(
+    fetcher: Fetcher, table: MadeTable, ids: Int64, cut: str, read: Callable[[ReadPlan, Bytes], ReadStats]
+) -> None:
     plan = table.plan(fetcher, ids)
-    guarded = _Guarded(plan.reads.buffer_bytes, fetcher.alignment, _POISONS[0])
+    guarded = Guarded(plan.reads.buffer_bytes, fetcher.alignment, _POISONS[0])
     buffer = guarded.lent
     error: ReadError | None = None
     try:
-        fetcher.read(plan.reads, buffer)
+        read(plan.reads, buffer)
     except ReadError as raised:
         error = raised
     if error is None:

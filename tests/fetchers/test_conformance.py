@@ -1,5 +1,6 @@
 """The suite lets a correct fetcher pass, and finds each fault that is planted in it."""
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from lazyio.errors import ReadError
-from lazyio.fetchers import Alignment, Extent, Fetcher, FetcherOptions, ReadPlan, ReadStats
+from lazyio.fetchers import Alignment, Extent, Fetcher, FetcherOptions, Pending, ReadPlan, ReadStats
 from lazyio.fetchers.base import Bytes, Int64, Landed
 from lazyio.fetchers.conformance import FetcherConformance, run_in_child, write_rows
 from lazyio.fetchers.resident import ResidentFetcher
@@ -144,6 +145,15 @@ class DoesNotSurviveAFork(Correct):
         super().close()
 
 
+class BeginsInAPool(DoesNotSurviveAFork):
+    def begin(self, plan: ReadPlan, buffer: Bytes) -> Pending:
+        self.finish = self.pool.submit(Correct.read, self, plan, buffer).result
+        return self
+
+    def read(self, plan: ReadPlan, buffer: Bytes, landed: Landed | None = None) -> ReadStats:
+        return Correct.read(self, plan, buffer, landed)
+
+
 class HoldsALock(Correct):
     def __init__(self, extents: Sequence[Extent], row_bytes: int, options: FetcherOptions) -> None:
         super().__init__(extents, row_bytes, options)
@@ -208,6 +218,40 @@ class CountsNothing(Correct):
         return ReadStats()
 
 
+class Later(Correct):
+    """Reads what was begun in a thread, a little later."""
+
+    def begin(self, plan: ReadPlan, buffer: Bytes) -> Pending:
+        self.plan = plan
+        self.timer = threading.Timer(0.01, self.read_late, [plan, buffer])
+        self.timer.start()
+        return self
+
+    def read_late(self, plan: ReadPlan, buffer: Bytes) -> None:
+        with contextlib.suppress(Exception):  # once it is closed
+            self.read(plan, buffer)
+
+    def finish(self) -> ReadStats:
+        self.timer.join()
+        return ReadStats(len(self.plan), int(self.plan.needed.sum()))
+
+
+class FinishesEarly(Later):
+    def finish(self) -> ReadStats:
+        return ReadStats(len(self.plan), int(self.plan.needed.sum()))
+
+
+class ReadsOnAfterItsEnd(Later):
+    def read_one(self, plan: ReadPlan, window: int, buffer: Bytes) -> None:
+        buffer[int(plan.dest[window])] ^= 0xFF
+
+
+class ExpectsInVain(ResidentFetcher):
+    def expect(self, ids: Int64) -> ReadStats:
+        self._table[ids] = 0
+        return super().expect(ids)
+
+
 class SortsRows(ResidentFetcher):
     def take(self, ids: Int64, out: Bytes) -> ReadStats:
         return super().take(np.sort(ids), out)
@@ -237,11 +281,18 @@ FAULTS: list[tuple[type[Fetcher], str, tuple[str, ...]]] = [
     (HasAnOddAlignment, "test_attributes", ()),
     (FallsBackWithoutAWord, "test_attributes", ()),
     (CountsNothing, "test_counts", ()),
+    (FinishesEarly, "test_begun_reads_bring_the_same", ("one extent",)),
+    (Later, "test_other_reads_come_between", ()),
+    (ReadsOnAfterItsEnd, "test_begun_reads_may_be_forgotten", ()),
+    (BeginsInAPool, "test_a_child_comes_between", ()),
+    (ExpectsInVain, "test_expected_rows_are_taken", ()),
     (SortsRows, "test_rows_are_taken_in_any_order", ()),
 ]
 
 
-@pytest.mark.parametrize(("fetcher", "test", "arguments"), FAULTS, ids=[fault.__name__ for fault, *_ in FAULTS])
+@pytest.mark.parametrize(
+    ("fetcher", "test", "arguments"), FAULTS, ids=[f"{fault.__name__}-{test}" for fault, test, _ in FAULTS]
+)
 def test_a_fault_is_found(fetcher: type[Fetcher], test: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
     class Suite(FetcherConformance):
         child_limit_s = 0.5
