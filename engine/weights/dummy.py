@@ -35,10 +35,11 @@ def fill_dummy(model: Model, seed: int) -> None:
         for name in shapes_of(model):
             generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             module, _, last = name.rpartition(".")
-            _fill(model.get_submodule(module), last, model.get_parameter(name), generator)
+            draw(model.get_submodule(module), last, model.get_parameter(name), generator)
 
 
-def _fill(module: nn.Module, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+def draw(module: nn.Module, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Random values for the parameter of that name of a module, or for a part of its first dimension."""
     if name == "A_log":
         _log_uniform(parameter, *_RATES, generator)
     elif name == "dt_bias":
