@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from lazyio.bench.command import bench
+from lazyio.bench_engine import bench_engine
 from lazyio.errors import LazyIOError
 from lazyio.run import run
 from lazyio.version import __version__
@@ -84,6 +85,7 @@ def inspect(
 
 
 app.command()(bench)
+app.command()(bench_engine)
 app.command()(run)
 
 

@@ -38,6 +38,7 @@ class Steps:
 class DecodeOutcome:
     """All rounds. `raw_us` has the p50 of one step's reads on a bare queue, measured before, between and after runs."""
 
+    ways: list[Way]  # one a mode
     context: int
     steps: int
     raw_us: list[float] = field(default_factory=list)
@@ -61,7 +62,7 @@ def measure_decode(
     rig: Rig, ways: list[Way], tokens: Sequence[int], context: int, rounds: int, seed: int, watch: Watch
 ) -> DecodeOutcome:
     """All rounds over tokens[context:], one step each. Raises NotCold, RunsDifferError, and what tables raise."""
-    outcome = DecodeOutcome(context, len(tokens) - context)
+    outcome = DecodeOutcome(ways, context, len(tokens) - context)
     asked = rig.row_ids(np.asarray(tokens))[context:]
     workload = Workload(tuple(asked), "the rows of each step", len(asked), 1, decode=True)
     limit = DeviceLimit(rig.spec, workload, block_bytes=0, reads=1, seed=seed, strict=False)

@@ -21,7 +21,7 @@ class Moments:
         if self._device.type != "cuda":
             self._times.append(time.perf_counter())
             return
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._events.append(event)
 

@@ -41,7 +41,7 @@ def show(outcome: EngineOutcome, console: Console) -> None:
     for prompt in outcome.prompts:
         console.print(_prompt_table(prompt, outcome.ways))
     if outcome.decode is not None:
-        console.print(_decode_table(outcome.decode, outcome.ways))
+        console.print(_decode_table(outcome.decode))
     for line in (outcome.subject, *_method(outcome)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -50,44 +50,50 @@ def _prompt_table(outcome: PromptOutcome, ways: Sequence[Way]) -> Table:
     heat = "warm" if outcome.warm else "cold"
     cuts = f"{len(outcome.cuts)} ubatches of at most {max(outcome.cuts):,}"
     table = _table(f"prompt of {outcome.tokens:,} tokens, {heat}, {cuts}: median [lowest, highest]", "mode +lookahead")
-    columns: dict[str, Callable[[Timed], float]] = {
-        "T, ms": lambda timed: 1e3 * timed.run.wall_s,
-        "T*, ms": lambda timed: 1e3 * timed.floor_s,
-        "T / T*": lambda timed: timed.run.wall_s / timed.floor_s,
-        "waited, ms": lambda timed: 1e3 * sum(timed.run.waits_s),
-        "tokens/s": lambda timed: outcome.tokens / timed.run.wall_s,
-    }
-    for name in (*columns, "times off", "reads", "faults"):
-        table.add_column(name, justify="right")
-    resident = outcome.of(ways[0])
-    for way, again in (*((way, False) for way in ways), (ways[0], True)):
-        runs = outcome.of(way, again=again)
-        spreads = (_spread([figure(timed) for timed in runs]) for figure in columns.values())
-        times = [timed.run.wall_s / base.run.wall_s for timed, base in zip(runs, resident, strict=True)]
-        reads = statistics.median(timed.run.stats.reads for timed in runs)
-        faults = statistics.median(timed.run.counters.major_faults for timed in runs)
-        cells = (*spreads, _spread(times), short(reads), short(faults))
-        table.add_row(f"{way.label}{' (again)' if again else ''}", *map(Text, cells))
-    return table
-
-
-def _decode_table(outcome: DecodeOutcome, ways: Sequence[Way]) -> Table:
-    steps = f"{outcome.steps:,} steps after {outcome.context:,} tokens"
-    table = _table(f"decode, {steps}, cold, no row cache: median [lowest, highest]", "mode")
-    columns: dict[str, Callable[[Steps], float]] = {
-        "waited\np50, us": lambda steps: steps.waits_us[0],
-        "waited\np99, us": lambda steps: steps.waits_us[1],
-        "the least,\nus": outcome.least_us,
-        "to the table,\nus": lambda steps: 1e6 * statistics.median(steps.run.to_table_s),
-        "step\np50, us": lambda steps: 1e6 * statistics.median(steps.run.steps_s),
+    columns: dict[str, Callable[[list[Timed]], str]] = {
+        "T, ms": lambda runs: _spread([1e3 * timed.run.wall_s for timed in runs]),
+        "T*, ms": lambda runs: _middle([1e3 * timed.floor_s for timed in runs]),
+        "T / T*": lambda runs: _spread([timed.run.wall_s / timed.floor_s for timed in runs]),
+        "times off": lambda runs: _spread(_over(runs, resident)),
+        "waited,\nms": lambda runs: _middle([1e3 * sum(timed.run.waits_s) for timed in runs]),
+        "tokens/s": lambda runs: _middle([outcome.tokens / timed.run.wall_s for timed in runs]),
+        "reads": lambda runs: _middle([timed.run.stats.reads for timed in runs]),
+        "faults": lambda runs: _middle([timed.run.counters.major_faults for timed in runs]),
     }
     for name in columns:
         table.add_column(name, justify="right")
-    for way, again in (*((way, False) for way in ways), (ways[0], True)):
+    resident = outcome.of(ways[0])
+    for way, again in _turns(ways):
         runs = outcome.of(way, again=again)
-        cells = (_spread([figure(steps) for steps in runs]) for figure in columns.values())
-        table.add_row(f"{way.mode}{' (again)' if again else ''}", *map(Text, cells))
+        table.add_row(f"{way.label}{' (again)' if again else ''}", *(Text(cell(runs)) for cell in columns.values()))
     return table
+
+
+def _decode_table(outcome: DecodeOutcome) -> Table:
+    steps = f"{outcome.steps:,} steps after {outcome.context:,} tokens"
+    table = _table(f"decode, {steps}, cold, no row cache: median [lowest, highest]", "mode")
+    columns: dict[str, Callable[[list[Steps]], str]] = {
+        "waited\np50, us": lambda runs: _spread([steps.waits_us[0] for steps in runs]),
+        "waited\np99, us": lambda runs: _spread([steps.waits_us[1] for steps in runs]),
+        "the least,\nus": lambda runs: _middle([outcome.least_us(steps) for steps in runs]),
+        "to the table\np50, us": lambda runs: _middle([1e6 * statistics.median(s.run.to_table_s) for s in runs]),
+        "step\np50, us": lambda runs: _middle([1e6 * statistics.median(steps.run.steps_s) for steps in runs]),
+    }
+    for name in columns:
+        table.add_column(name, justify="right")
+    for way, again in _turns(outcome.ways):
+        runs = outcome.of(way, again=again)
+        table.add_row(f"{way.mode}{' (again)' if again else ''}", *(Text(cell(runs)) for cell in columns.values()))
+    return table
+
+
+def _turns(ways: Sequence[Way]) -> list[tuple[Way, bool]]:
+    """All ways, and the first one's second run."""
+    return [*((way, False) for way in ways), (ways[0], True)]
+
+
+def _over(runs: Sequence[Timed], others: Sequence[Timed]) -> list[float]:
+    return [timed.run.wall_s / other.run.wall_s for timed, other in zip(runs, others, strict=True)]
 
 
 def _table(title: str, first: str) -> Table:
@@ -97,9 +103,17 @@ def _table(title: str, first: str) -> Table:
 
 
 def _spread(values: Sequence[float]) -> str:
-    form = ratio if max(values) < 10 else short
-    middle, low, high = statistics.median(values), min(values), max(values)
-    return form(middle) if len(values) == 1 else f"{form(middle)} [{form(low)}, {form(high)}]"
+    if len(values) == 1:
+        return _middle(values)
+    return f"{_middle(values)} [{_figure(min(values))}, {_figure(max(values))}]"
+
+
+def _middle(values: Sequence[float]) -> str:
+    return _figure(statistics.median(values))
+
+
+def _figure(value: float) -> str:
+    return "0" if not value else ratio(value) if value < 10 else short(value)
 
 
 def _method(outcome: EngineOutcome) -> list[str]:

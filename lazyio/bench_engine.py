@@ -1,4 +1,4 @@
-"""The command `lazyio bench-engine`: its options, and what is left behind."""
+"""The command `lazyio bench-engine`: its options, taken before torch is imported."""
 
 from __future__ import annotations
 

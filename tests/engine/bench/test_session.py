@@ -1,0 +1,114 @@
+"""The whole command on a small model with a real table file, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lazyio import RunsDifferError
+from lazyio.cli import app
+from lazyio.engine.bench.rig import Rig
+from lazyio.engine.bench.ways import Way
+from lazyio.engine.feed import TokenRows
+
+FEW = ["--decode", "3", "--context", "5", "--rounds", "1", "--ubatch", "8", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny("qwen4_exp", ple_embed_dim=256).reference.save_pretrained(path)
+    return path
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["bench-engine", *map(str, arguments)])
+
+
+def test_prompts_and_decode(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.arange(3, 40))
+    result = run(
+        folder, "--prompts", "20,30", "--modes", "on,uring", "--lookahead", "0,2", "--ids", ids, "--json", out, *FEW
+    )
+    assert result.exit_code == 0, result.output
+    assert "prompt of 30 tokens, cold" in result.output
+    assert "uring +2" in result.output
+    assert "Logits: equal, bit for bit" in result.output
+    measured = json.loads(out.read_text())
+    assert [prompt["cuts"] for prompt in measured["prompts"]] == [[8, 8, 4], [8, 8, 8, 6]]
+    turns = measured["prompts"][0]["rounds"][0]
+    assert [(turn["way"]["mode"], turn["way"]["lookahead"], turn["again"]) for turn in turns] == [
+        ("off", 2, False),
+        ("on", 0, False),
+        ("on", 2, False),
+        ("uring", 0, False),
+        ("uring", 2, False),
+        ("off", 2, True),
+    ]
+    assert all(len(turn["run"]["computes_s"]) == len(turn["run"]["waits_s"]) == 3 for turn in turns)
+    steps = measured["decode"]["rounds"][0]
+    assert [turn["way"]["mode"] for turn in steps] == ["off", "on", "uring", "off"]
+    assert all(len(turn["run"]["waits_s"]) == 3 for turn in steps)
+    assert measured["decode"]["raw_p50_us"] > 0
+
+
+def test_warm(folder: Path) -> None:
+    result = run(folder, "--prompts", "20", "--modes", "on", "--lookahead", "1", "--warm", *FEW[6:], "--decode", "0")
+    assert result.exit_code == 0, result.output
+    assert "prompt of 20 tokens, warm" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompts", "x"], "numbers of tokens"),
+        (["--prompts", "", "--decode", "0"], "nothing to measure"),
+        (["--modes", "maybe"], "maybe"),
+        (["--json", "/nowhere/at/all.json"], "no folder"),
+    ],
+)
+def test_what_can_not_be(folder: Path, arguments: list[str], said: str) -> None:
+    result = run(folder, *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_ids_beyond_the_vocabulary(folder: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.full(3000, 256))
+    result = run(folder, "--ids", tmp_path / "ids.npy", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "below 256 are needed" in result.output
+
+
+def test_a_model_without_a_table(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    tiny("qwen3_5").reference.save_pretrained(tmp_path)
+    result = run(tmp_path, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "no table" in result.output
+
+
+def test_other_logits_void_the_comparison(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lazyio.engine.llm import LLM
+
+    with LLM(folder, lazy_mode="on", device="cpu") as llm:
+        assert llm.table is not None
+        assert llm.feed is not None
+        rig = Rig(llm.model, llm.table.spec, llm.feed.row_ids, {})
+        llm.table.close()
+        tokens = list(range(3, 20))
+        rig.prompt(Way("on", 1), tokens, [17], warm=True)
+        values = TokenRows.values
+        monkeypatch.setattr(
+            TokenRows, "values", lambda self, out=None: torch.nextafter(values(self, out), torch.tensor(9.0))
+        )
+        with pytest.raises(RunsDifferError, match="void"):
+            rig.prompt(Way("uring", 1), tokens, [17], warm=True)
