@@ -28,12 +28,12 @@ _TEMPLATE = "tokenizer.chat_template"
 # Values of tokenizer.ggml.token_type.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 
-# How text is cut in words, by tokenizer.ggml.pre.
+#: How text is cut in words, by tokenizer.ggml.pre.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?{letters}+|\p{{N}}| ?[^\s{others}\p{{N}}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_CUTS = {
+CUTS = {
     "qwen2": _WORDS.format(letters=r"\p{L}", others=r"\p{L}"),
     "qwen35": _WORDS.format(letters=r"[\p{L}\p{M}]", others=r"\p{L}\p{M}"),
 }
@@ -115,9 +115,9 @@ def _tokenizer(parts: _Parts) -> Tokenizer:
     model, pre = parts.values.get("model"), parts.values.get("pre")
     if model in ("gemma4", "llama"):
         return _of_pieces(parts, cut=_GEMMA4_CUT if model == "gemma4" else None)
-    if model == "gpt2" and pre in _CUTS:
-        return _of_bytes(parts, _CUTS[str(pre)])
-    known = f"gemma4, llama, and gpt2 with one of {', '.join(_CUTS)}"
+    if model == "gpt2" and pre in CUTS:
+        return _of_bytes(parts, CUTS[str(pre)])
+    known = f"gemma4, llama, and gpt2 with one of {', '.join(CUTS)}"
     raise ModelError(
         f"{parts.path} has a tokenizer of the model {model!r} with the pre-tokenizer {pre!r}; known here are {known}: "
         "give prompts as token ids"
