@@ -29,7 +29,7 @@ def _check(weights: int, passing: int, left: int, where: str, dtype: torch.dtype
     raise NeverFits(
         f"the model needs {format_bytes(weights + passing)} on {where} ({format_bytes(weights)} for weights as {name}, "
         f"{format_bytes(passing)} while they are loaded), which has {format_bytes(left)} left; free some of it, or use "
-        f"{' or '.join(filter(None, (smaller, instead)))}"
+        f"{', or '.join(filter(None, (smaller, instead)))}"
     )
 
 

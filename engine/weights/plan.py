@@ -51,7 +51,7 @@ def plan(source: Source, model: Model) -> list[Step]:
         try:
             parts = source.parts(name, shape)
         except ModelError as error:
-            missing.append(str(error).removeprefix(f"{source.path} "))
+            missing.append(str(error).removeprefix(f"{source.path} lacks "))
             continue
         misshapen += _misfits(name, shape, parts)
         steps += [Step(name, part) for part in parts]
@@ -99,13 +99,13 @@ def _complaint(source: Source, parameters: int, missing: list[str], misshapen: l
     if len(missing) == parameters:
         return (
             f"{source.path} has none of the {parameters} parameters of the model that its configuration describes, "
-            f"{missing[0]} for one; give a folder with all of the model's files, or have random values put in their "
+            f"such as {missing[0]}; give a folder with all of the model's files, or have random values put in their "
             "place with load_format 'dummy'"
         )
     kinds = {
-        f"{len(missing)} parameters can't be had": missing,
-        f"{len(misshapen)} tensors don't fit": misshapen,
-        f"{len(extra)} tensors are of no parameter": extra,
+        f"lacks ({len(missing)})": missing,
+        f"does not fit ({len(misshapen)})": misshapen,
+        f"is of no parameter ({len(extra)})": extra,
     }
     listed = (f"{kind}: {_first(problems)}" for kind, problems in kinds.items() if problems)
     return f"{source.path} is not the model that its configuration describes; {'; '.join(listed)}"

@@ -99,7 +99,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
         for number, tensors in enumerate(files):
-            save_file(dict(tensors), folder / f"part-{number}.safetensors")
+            save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / f"part-{number}.safetensors")
         return folder
 
     return write
