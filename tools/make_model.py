@@ -22,14 +22,11 @@ import typer
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from lazyio.engine.synthetic import Plan, plan_model, write_folder, write_gguf
-from lazyio.engine.synthetic.configs import ARCHITECTURES, SIZES
 from lazyio.errors import LazyIOError, SettingError
 from lazyio.units import format_bytes
 
 app = typer.Typer(add_completion=False)
 
-Architecture = StrEnum("Architecture", {name: name for name in ARCHITECTURES})
-Size = StrEnum("Size", {name: name for name in SIZES})
 # Of parameters, where nothing else is asked for.
 _TRUNKS = {"tiny": "F32", "true": "BF16"}
 
@@ -39,11 +36,24 @@ class Format(StrEnum):
     gguf = "gguf"
 
 
+class Architecture(StrEnum):
+    gemma3n = "gemma3n"
+    gemma4 = "gemma4"
+    qwen3_5 = "qwen3_5"
+    qwen3_5_moe = "qwen3_5_moe"
+    qwen4_exp = "qwen4_exp"
+
+
+class Size(StrEnum):
+    tiny = "tiny"
+    true = "true"
+
+
 @app.command()
 def make_model(
     out: Annotated[Path, typer.Argument(help="A folder, or a .gguf file.")],
     arch: Annotated[Architecture, typer.Option(help="The architecture, as config.json calls it.")],
-    size: Annotated[Size, typer.Option(help="Some megabytes, or as released.")] = Size("tiny"),
+    size: Annotated[Size, typer.Option(help="Some megabytes, or as released.")] = Size.tiny,
     layers: Annotated[int | None, typer.Option(help="Decoder layers (unset: what the size has).")] = None,
     rows: Annotated[int | None, typer.Option(help="Rows of the table, about (unset: what the size has).")] = None,
     stored: Annotated[
