@@ -95,12 +95,20 @@ def _load(
     try:
         # Its name is the model's, since transformers looks up by it how tensors are converted.
         loading: Any = type(plain.__name__, (plain,), {"__init__": __init__, "__module__": plain.__module__})
-        model = loading.from_pretrained(folder, **({} if dtype is None else {"dtype": dtype}))
+        model = loading.from_pretrained(folder, **_placed(device, dtype))
         model.__class__ = _lazy(plain)
         return model if device is None else model.to(device)
     except BaseException:
         opened.close()
         raise
+
+
+def _placed(device: torch.device | str | None, dtype: torch.dtype | str | None) -> dict[str, Any]:
+    """What `from_pretrained` is told. Only with accelerate can it load straight to a device."""
+    from transformers.utils import is_accelerate_available
+
+    direct = device is not None and is_accelerate_available()
+    return ({"device_map": device} if direct else {}) | ({} if dtype is None else {"dtype": dtype})
 
 
 def _replace(

@@ -27,7 +27,7 @@ TEXT: dict[str, dict[str, Any]] = {
     },
     "Gemma3n": GEMMA
     | {
-        **{"vocab_size_per_layer_input": 240, "laurel_rank": 8, "altup_num_inputs": 4},
+        **{"vocab_size_per_layer_input": 256, "laurel_rank": 8, "altup_num_inputs": 4},
         "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
     },
     "Qwen4Exp": COMMON
