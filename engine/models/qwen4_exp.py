@@ -29,6 +29,9 @@ from lazyio.engine.models.qwen import (
 from lazyio.engine.ubatch import Rows, Ubatch
 
 # What a configuration means by a key that it leaves out. Source: `Qwen4ExpTextConfig` of transformers.
+# What versions of transformers call full layers, which select blocks of keys, in files that they write.
+_SELECTING = ("indexed_attention", "qwen_sparse_attention")
+
 _DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 2048,
     "num_hidden_layers": 40,
@@ -71,7 +74,7 @@ class Text(nn.Module):
         super().__init__()
         self._streams, self._rope = config.integer("hc_count", least=2), rope(config)
         self.embed_tokens = Embedding(config.integer("vocab_size"), config.integer("hidden_size"))
-        kinds = enumerate(layer_types(config, FULL, "indexed_attention"))
+        kinds = enumerate(layer_types(config, FULL, *_SELECTING))
         self.layers = nn.ModuleList(Layer(config, layer, kind, self._rope) for layer, kind in kinds)
         self.hyper_connection_mixer = StreamMixer(*_of_streams(config))
 

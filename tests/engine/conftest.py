@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -289,3 +291,21 @@ def check_logits() -> Callable[[Tiny], None]:
 def agree() -> Callable[..., None]:
     """`agree(ours, expected, within=1e-4)` fails where logits are not the same by the rule for float32."""
     return assert_agree
+
+
+@contextmanager
+def _never_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that this mode may miss some
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="session")
+def never_waiting() -> Callable[[], AbstractContextManager[None]]:
+    """`with never_waiting():` fails where the host waits for a CUDA device."""
+    return _never_waiting

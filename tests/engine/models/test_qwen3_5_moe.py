@@ -65,7 +65,7 @@ def test_on_a_gpu(tiny: Make, agree: Agree, dtype: torch.dtype, within: float):
 
 @pytest.mark.gpu
 @GPU
-def test_on_a_gpu_the_host_never_waits(tiny: Make):
+def test_on_a_gpu_the_host_never_waits(never_waiting: Any, tiny: Make):
     pair = in_dtype(tiny(NAME), torch.bfloat16)
     pair.model.to("cuda")
     states = [pair.model.new_state(300) for _ in range(2)]
@@ -78,11 +78,8 @@ def test_on_a_gpu_the_host_never_waits(tiny: Make):
         pair.model.step(ubatch(*sizes), None)  # libraries that are loaded on first use may wait
         again = ubatch(*sizes)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with never_waiting():
             pair.model.step(again, None)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_parameters_have_the_names_of_transformers(pair: Any):

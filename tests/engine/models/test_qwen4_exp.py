@@ -178,7 +178,7 @@ def test_on_a_gpu(tiny: Make, agree: Agree, dtype: torch.dtype, within: float):
 
 @pytest.mark.gpu
 @GPU
-def test_on_a_gpu_the_host_never_waits(tiny: Make):
+def test_on_a_gpu_the_host_never_waits(never_waiting: Any, tiny: Make):
     pair = in_dtype(tiny(NAME), torch.bfloat16)
     model = pair.model.to("cuda")
 
@@ -191,11 +191,8 @@ def test_on_a_gpu_the_host_never_waits(tiny: Make):
 
     prompts_and_a_step()  # libraries that are loaded on first use may wait
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         prompts_and_a_step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_parameters_have_the_names_of_transformers(pair: Any):
@@ -257,6 +254,13 @@ def test_the_released_size():
     assert shapes["model.layers.1.ple.conv1d.weight"] == (10240, 1, 4)
     assert shapes["model.layers.3.self_attn.indexer.index_qk_proj.weight"] == (640, 2560)
     assert shapes["model.layers.0.mlp.experts.gate_up_proj"] == (512, 1280, 2560)
+
+
+@pytest.mark.parametrize("name", ["indexed_attention", "qwen_sparse_attention"])
+def test_full_layers_have_other_names_in_files_that_transformers_wrote(name: str):
+    model = built(layer_types=[*["linear_attention"] * 3, name] * 12)
+    names = [parameter for parameter, _ in model.named_parameters()]
+    assert names == [parameter for parameter, _ in built().named_parameters()]
 
 
 def test_keys_that_are_absent_mean_the_defaults_of_transformers():
