@@ -53,6 +53,7 @@ class LLM:
         layers: int | None = None,
         lookahead: int | None = None,
         ubatch: int | str | None = None,
+        needs_text: bool = False,
         progress: Callable[[int, int], None] | None = None,
         **table_options: Unpack[TableOptions],
     ) -> None:
@@ -62,7 +63,8 @@ class LLM:
         there is one; `dtype` float32, bfloat16 or float16, by default float32 on the CPU and the checkpoint's own on
         cuda. `load_format` dummy reads no weights and takes random ones, of the first `layers` layers if that is given.
         `lazy_mode`, `lookahead`, `ubatch` and the other options are settings, which come from the environment where
-        they are None; docs/settings.md lists them. `progress` is called with the bytes loaded and all there are.
+        they are None; docs/settings.md lists them. With `needs_text`, a model without a tokenizer is an error at once,
+        and not when text is first asked of it. `progress` is called with the bytes loaded and all there are.
 
         Raises ModelError for a checkpoint that can't be used, or a table that is not the model's; NeverFits where
         memory does not suffice; SettingError for a setting that is malformed or would be ignored; Unsupported for a
@@ -84,6 +86,9 @@ class LLM:
             given = {"table": table, "lazy_mode": lazy_mode, "lookahead": lookahead, **table_options}
             refuse_ignored(self.path, given)
         self._check_auto(ubatch, has_table=found is not None)
+        self._text, self.no_text = _open_text(self.path, shape.vocab)
+        if needs_text:
+            _ = self.text
         with ExitStack() as stack:
             if found is not None:
                 self.table = open_beside(found[0], shape, self.dtype, self.device, lazy_mode, table_options)
@@ -96,7 +101,6 @@ class LLM:
                 layers=layers,
                 progress=progress,
             )
-            self._text, self.no_text = self._open_text()
             if self.table is not None and found is not None:
                 rows = DeviceTable(self.table, self.device, self.dtype, timed=True)
                 stack.callback(rows.close)
@@ -246,13 +250,15 @@ class LLM:
             raise SettingError(f"ubatch auto has no effect where {reason}: leave it out, or give a number of tokens")
         self.ubatch = _DEFAULT_UBATCH
 
-    def _open_text(self) -> tuple[Text | None, str | None]:
-        try:
-            text = open_text(self.path)
-            text.check(self.model.vocab)
-        except ModelError as error:
-            return None, str(error)
-        return text, None
+
+def _open_text(path: str, vocab: int) -> tuple[Text | None, str | None]:
+    """The tokenizer, or why there is none that could be used."""
+    try:
+        text = open_text(path)
+        text.check(vocab)
+    except ModelError as error:
+        return None, str(error)
+    return text, None
 
 
 def _checked(cuts: Sequence[int], tokens: int) -> list[int]:

@@ -18,7 +18,7 @@ from lazyio.table import LazyTable
 _PROBE_ROWS = 4096
 _FEW_TOKENS = 64
 # The longer of the two forwards has as many tokens as take about so long, in these bounds.
-_LONG_S = 1.0
+_LONG_S = 0.5
 _LONG_TOKENS = (128, 2048)
 _STEP = 32
 _SEED = 0

@@ -61,6 +61,7 @@ def _load(request: Request) -> LLM:
             dtype=request.dtype,
             load_format=request.load_format,
             layers=request.layers,
+            needs_text=request.ids is None or bool(request.stop),
             progress=progress,
             **_settings(request),
         )

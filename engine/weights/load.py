@@ -19,7 +19,7 @@ from lazyio.engine.weights.memory import check_memory
 from lazyio.engine.weights.plan import Step, plan, shapes_of
 from lazyio.engine.weights.reading import FileOnce, Landing, identity_of
 from lazyio.engine.weights.source import Source
-from lazyio.errors import SettingError, Unsupported
+from lazyio.errors import ModelError, SettingError, Unsupported
 
 #: Ways to come by weights: from the checkpoint, or random ones of the same shape.
 LOAD_FORMATS = ("auto", "dummy")
@@ -35,6 +35,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Its configuration is read. Raises ModelError or TableError where that can't be used.
     """
     name = os.fspath(path)
+    if not os.path.exists(name):
+        raise ModelError(f"there is no {name}")
     return GgufSource(name) if name.endswith(".gguf") else FolderSource(name)
 
 

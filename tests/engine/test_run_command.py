@@ -1,0 +1,171 @@
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from typer.testing import CliRunner, Result
+
+from lazyio.cli import app
+from lazyio.engine import LLM
+
+PROMPT = "abc"
+
+
+@pytest.fixture(scope="module")
+def bare(tiny: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a tokenizer, and with room for long replies."""
+    folder = tmp_path_factory.mktemp("bare")
+    tiny("gemma4", max_position_embeddings=100_000).reference.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with one, of letters, and a template that puts "hi" before what a user says."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    shutil.copytree(bare, folder)
+    letters = {chr(ord("a") + number): number for number in range(26)}
+    tokenizer = Tokenizer(models.WordLevel(letters | {f"[{number}]": number for number in range(26, 256)}, "[255]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "hi{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 255}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(model: Path) -> dict[str, str]:
+    """What the model replies, to be compared with."""
+    with LLM(model, device="cpu") as llm:
+        return {prompt: llm.generate(prompt, max_tokens=6)[0].text for prompt in (PROMPT, f"hi{PROMPT}")}
+
+
+def run(*arguments: str | Path, stdin: str | None = None) -> Result:
+    options = ["run", *(str(argument) for argument in arguments), "--device", "cpu"]
+    return CliRunner().invoke(app, options, input=stdin)
+
+
+def lines_of(result: Result) -> list[str]:
+    return result.stderr.splitlines()
+
+
+def test_a_reply_goes_to_stdout_and_the_rest_to_stderr(model: Path, texts: dict[str, str]) -> None:
+    result = run(model, "-p", PROMPT, "--no-chat", "--max-tokens", "6")
+    assert (result.exit_code, result.stdout) == (0, f"{texts[PROMPT]}\n")
+    first, last = lines_of(result)
+    assert first.startswith("lazyio: gemma4, ")
+    assert re.search(r"mode auto by resident, buffered \(it fits in memory: .*; lookahead 2, ubatch 2048$", first)
+    assert last.startswith("lazyio: prompt of 3 tokens at ")
+    assert "; bound by " in last
+
+
+def test_a_chat_is_what_a_model_with_a_template_has(model: Path, texts: dict[str, str]) -> None:
+    for options in (["--chat"], []):
+        assert run(model, "-p", PROMPT, "--max-tokens", "6", *options).stdout == f"{texts[f'hi{PROMPT}']}\n"
+
+
+def test_a_prompt_from_stdin(model: Path, texts: dict[str, str]) -> None:
+    result = run(model, "-p", "-", "--no-chat", "--max-tokens", "6", stdin=PROMPT)
+    assert (result.exit_code, result.stdout) == (0, f"{texts[PROMPT]}\n")
+
+
+def test_ids_in_and_out_without_a_tokenizer(bare: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(3, 9))
+    with LLM(bare, device="cpu") as llm:
+        (expected,) = llm.generate(range(3, 9), max_tokens=5)
+    result = run(bare, "--ids", tmp_path / "ids.npy", "--max-tokens", "5")
+    assert result.exit_code == 0
+    assert [int(word) for word in result.stdout.split()] == list(expected.token_ids)
+    assert any(line.startswith("lazyio: token ids only: ") for line in lines_of(result))
+
+
+def test_all_modes_and_settings_give_one_text(model: Path, texts: dict[str, str]) -> None:
+    for options in (
+        ["--lazy-mode", "off", "--lookahead", "0"],
+        ["--lazy-mode", "on", "--ubatch", "2"],
+        ["--lazy-mode", "on-direct", "--direct-io", "off", "--ubatch", "auto"],
+        ["--lazy-mode", "uring", "--row-cache", "1MiB", "--direct-io", "on"],
+    ):
+        result = run(model, "-p", PROMPT, "--no-chat", "--max-tokens", "6", *options)
+        assert (result.exit_code, result.stdout) == (0, f"{texts[PROMPT]}\n"), result.stderr
+        assert lines_of(result)[1].startswith(f"lazyio: settings: lazy_mode={options[1]}, ")
+
+
+def test_json(model: Path, texts: dict[str, str]) -> None:
+    result = run(model, "-p", PROMPT, "--no-chat", "--max-tokens", "6", "--json", "--stop", texts[PROMPT][-3:])
+    document = json.loads(result.stdout)
+    assert document["model"] == str(model)
+    assert document["text"] == texts[PROMPT][: texts[PROMPT].index(texts[PROMPT][-3:])]
+    assert document["finish_reason"] == "stop"
+    assert document["account"]["prompt_tokens"] == 3
+    assert len(document["token_ids"]) == document["account"]["reply_tokens"]
+
+
+def test_a_seed_repeats_a_reply(model: Path) -> None:
+    def reply(seed: str) -> str:
+        return run(model, "-p", PROMPT, "--max-tokens", "8", "--temperature", "5", "--seed", seed).stdout
+
+    assert reply("1") == reply("1") != reply("2")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-p", ""], "the prompt is empty"),
+        (["--ids", "absent.npy"], "can't read token ids from absent.npy"),
+        (["-p", "a", "--top-p", "2"], "top_p must be"),
+        (["-p", "a", "--lookahead", "99"], "lookahead is '99'; it can be a whole number from 0 to 64"),
+        (["-p", "a", "--lazy-mode", "fast"], "lazy_mode is 'fast'"),
+        (["-p", "a", "--max-tokens", "200000"], "a reply of up to 200000 are"),
+        (["-p", "a", "--table", "absent"], "absent"),
+    ],
+)
+def test_what_is_wrong_is_one_line(model: Path, options: list[str], said: str) -> None:
+    result = run(model, *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in lines_of(result)[-1]
+    assert lines_of(result)[-1].startswith("lazyio: error: ")
+
+
+def test_a_missing_tokenizer_is_said_once(bare: Path) -> None:
+    result = run(bare, "-p", PROMPT)
+    assert result.exit_code == 2
+    assert [line.split(": ")[1] for line in lines_of(result)] == ["error"]
+
+
+def test_no_model(tmp_path: Path) -> None:
+    result = run(tmp_path / "absent", "-p", PROMPT)
+    assert result.exit_code == 2
+    assert str(tmp_path / "absent") in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_interrupt_keeps_what_there_is(bare: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(3, 9))
+    options = ["--ids", str(tmp_path / "ids.npy"), "--max-tokens", "90000", "--device", "cpu", "--lazy-mode", "uring"]
+    command = [sys.executable, "-c", "from lazyio.cli import main; main()", "run", str(bare), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        begun = process.stdout.read(20)  # some tokens
+        process.send_signal(signal.SIGINT)
+        rest, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert all(word.isdecimal() for word in (begun + rest).split())
+    *_, account, interrupted = said.splitlines()
+    assert account.startswith("lazyio: prompt of 6 tokens at ")
+    assert interrupted == "lazyio: interrupted"
+    assert "Traceback" not in said
