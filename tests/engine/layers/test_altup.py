@@ -50,7 +50,7 @@ def test_the_residual_of_low_rank():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rescaling_gives_one_the_size_of_the_other(dtype: torch.dtype):
     # The square of 1,000 is not a number that float16 has.
-    x, like = random(TOKENS, HIDDEN, seed=5).to(dtype), (1000 * random(TOKENS, HIDDEN, seed=6)).to(dtype)
+    x, like = ((size * random(TOKENS, HIDDEN, seed=5)).to(dtype) for size in (1000, 2000))
     found = rescaled(x, like)
     assert found.dtype == dtype
     size, wanted = (y.double().pow(2).mean(-1).sqrt() for y in (found, like))

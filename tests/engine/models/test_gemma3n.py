@@ -87,6 +87,20 @@ def test_half_types_are_as_exact_as_in_transformers(tiny: Callable[..., Any], dt
     assert (found - exact).abs().mean() < noise
 
 
+def test_factors_are_rounded_where_transformers_rounds_them(tiny: Callable[..., Any]):
+    # Neither the root of 96 nor that of 24 is a number that bfloat16 has.
+    pair = tiny("gemma3n", hidden_size=96, hidden_size_per_layer_input=24)
+    text, theirs = pair.model.model.to(torch.bfloat16), pair.reference.model.to(torch.bfloat16)
+    tokens = torch.tensor(pair.tokens(100))
+    x = text.embedded(tokens)
+    assert torch.equal(x, theirs.embed_tokens(tokens))
+    inputs = text.inputs(x, Asked(theirs.embed_tokens_per_layer.weight[tokens], []))
+    expected = theirs.project_per_layer_inputs(x[None], theirs.get_per_layer_inputs(tokens[None]))[0]
+    for layer in range(6):
+        # Norms of the last bit may differ.
+        assert (inputs.of(layer) == expected[:, layer]).float().mean() > 0.99
+
+
 class Asked:
     """Rows that note in `events` when they were asked for."""
 

@@ -99,6 +99,20 @@ def test_half_types_are_as_exact_as_in_transformers(tiny: Callable[..., Any], dt
     assert (found - exact).abs().mean() < noise
 
 
+def test_factors_are_rounded_where_transformers_rounds_them(tiny: Callable[..., Any]):
+    # Neither the root of 96 nor that of 24 is a number that bfloat16 has.
+    pair = tiny("gemma4", hidden_size=96, hidden_size_per_layer_input=24)
+    text, theirs = pair.model.model.to(torch.bfloat16), pair.reference.model.to(torch.bfloat16)
+    tokens = torch.tensor(pair.tokens(100))
+    x = text.embedded(tokens)
+    assert torch.equal(x, theirs.embed_tokens(tokens))
+    inputs = text.inputs(x, Asked(theirs.embed_tokens_per_layer.weight[tokens], []))
+    expected = theirs.project_per_layer_inputs(x[None], theirs.get_per_layer_inputs(tokens[None]))[0]
+    for layer in range(6):
+        # Norms of the last bit may differ.
+        assert (inputs.of(layer) == expected[:, layer]).float().mean() > 0.99
+
+
 class Asked:
     """Rows that note in `events` when they were asked for."""
 
@@ -160,6 +174,12 @@ def test_parameters_of_released_sizes_are_those_of_transformers(released: dict[s
     assert model.row_values == (0 if model.table is None else reference.state_dict()[model.table].shape[1])
     assert model.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert model.max_tokens == 131_072
+
+
+def test_the_last_layer_sees_all_keys_whatever_the_configuration_says():
+    model = built(E2B | {"layer_types": (["full_attention"] + ["sliding_attention"] * 4) * 7})
+    sizes = [layer.self_attn.q_norm.weight.shape[0] for layer in model.model.layers]
+    assert sizes == ([512] + [256] * 4) * 6 + [512, 256, 256, 256, 512]
 
 
 def test_a_null_width_of_inputs_is_none():
