@@ -28,7 +28,7 @@ _OTHER_PARTS = re.compile(
 )
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<which>gate|up|down)_proj\.weight")
 _SCALES = ("_scale_inv", "_scale")
-_KEYS_AND_VALUES = re.compile(r"model\.layers\.(?P<layer>\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*")
+_KEYS_AND_VALUES = re.compile(r"(?P<attention>.*\.self_attn)\.(k_proj|v_proj|k_norm|v_norm)\..*")
 
 
 class FolderSource(Source):
@@ -71,7 +71,7 @@ class FolderSource(Source):
         return [
             stored
             for name, stored in self._names.items()
-            if self._parameter_of(name) not in known and not self._is_unused(name)
+            if self._parameter_of(name) not in known and not _is_of_another_part(name, known)
         ]
 
     def _part(self, name: str, into: tuple[slice, ...] = ()) -> Part:
@@ -95,17 +95,9 @@ class FolderSource(Source):
             if name.removesuffix(ending) in self._names:
                 name = name.removesuffix(ending)
         expert = _EXPERT.fullmatch(name)
-        if expert is None or int(expert["number"]) >= self.config.get("num_experts", 0):
+        if expert is None or int(expert["number"]) >= (self.config.get("num_experts") or 0):
             return name
         return f"{expert['experts']}.{'down_proj' if expert['which'] == 'down' else 'gate_up_proj'}"
-
-    def _is_unused(self, name: str) -> bool:
-        if _OTHER_PARTS.fullmatch(name):
-            return True
-        # The last layers of Gemma attend to the keys and values of an earlier one; those of their own are never used.
-        of = _KEYS_AND_VALUES.fullmatch(name)
-        shared = self.config.get("num_kv_shared_layers") or 0
-        return of is not None and shared > 0 and int(of["layer"]) >= self.config["num_hidden_layers"] - shared
 
     @functools.cached_property
     def _checkpoint(self) -> SafetensorsCheckpoint:
@@ -137,6 +129,19 @@ class FolderSource(Source):
         if "tie_word_embeddings" in whole:
             config.setdefault("tie_word_embeddings", whole["tie_word_embeddings"])
         return config
+
+
+def _is_of_another_part(name: str, parameters: Collection[str]) -> bool:
+    if _OTHER_PARTS.fullmatch(name):
+        return True
+    # The last layers of Gemma have queries, and attend to the keys and values of an earlier layer; some checkpoints
+    # have keys and values of theirs that are never used.
+    of = _KEYS_AND_VALUES.fullmatch(name)
+    return (
+        of is not None
+        and f"{of['attention']}.q_proj.weight" in parameters
+        and f"{of['attention']}.k_proj.weight" not in parameters
+    )
 
 
 def _in_text_model(name: str) -> str:

@@ -1,7 +1,7 @@
 """Reading a checkpoint from start to end once: in pieces, into memory used again and again, past the page cache.
 
 A file is read with plain positioned reads, which the kernel reads ahead of, and what was read is dropped from the page
-cache at once. OS pages that also hold bytes of other tensors, of a table above all, are left as they are.
+cache soon after. OS pages that also hold bytes of other tensors, of a table above all, are left as they are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from lazyio.fetchers.files import Identity, cause_of
 
 #: Memory that pieces of files land in; on CUDA in two halves, one being filled while the other is copied.
 LANDING_BYTES = 64 << 20
+
+# Dropping is worth a call for so much; small tensors by the thousand are dropped together.
+_FORGET_BYTES = 32 << 20
+# The largest folio that a page cache is kept in.
+_FOLIO_BYTES = 2 << 20
 
 
 class Landing:
@@ -72,7 +77,7 @@ class FileOnce:
         """Open it. Raises ModelError where it can't be opened, or is not any more what `identity` says."""
         self.path = path
         self._identity = identity
-        self._run = slice(0, 0)  # bytes read without a gap
+        self._read = slice(0, 0)  # without a gap, and perhaps still in the page cache
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -102,18 +107,28 @@ class FileOnce:
                     f"{offset + done}; copy or download it again"
                 )
             done += got
-        self._forget(offset, offset + done)
+        self._was_read(offset, offset + done)
 
-    def _forget(self, start: int, stop: int) -> None:
-        # All of the run again: OS pages that two pieces share, and folios that span them, go only when both are read.
-        # The kernel itself keeps pages that reach beyond the range.
-        joined = 0 <= start - self._run.stop < mmap.PAGESIZE
-        self._run = slice(self._run.start if joined else start, stop)
-        with contextlib.suppress(OSError):  # a filesystem that can't
-            os.posix_fadvise(self._descriptor, self._run.start, stop - self._run.start, os.POSIX_FADV_DONTNEED)
+    def _was_read(self, start: int, stop: int) -> None:
+        if not 0 <= start - self._read.stop < mmap.PAGESIZE:
+            self._forget()
+            self._read = slice(start, start)
+        self._read = slice(self._read.start, stop)
+        if stop - self._read.start >= _FORGET_BYTES:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Have what was read dropped from the page cache. The kernel keeps OS pages that reach beyond it."""
+        start, stop = self._read.start, self._read.stop
+        if start < stop:
+            with contextlib.suppress(OSError):  # a filesystem that can't
+                os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+        # The folio at the end goes only when all of it was read.
+        self._read = slice(max(start, stop - stop % _FOLIO_BYTES), stop)
 
     def close(self) -> None:
         """Close the file."""
+        self._forget()
         os.close(self._descriptor)
 
     def __enter__(self) -> Self:

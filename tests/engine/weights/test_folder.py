@@ -119,11 +119,21 @@ def test_a_table_is_never_a_parameter(write: Write, table: Tensors) -> None:
 
 
 def test_keys_of_layers_that_share_those_of_another(write: Write) -> None:
-    names = [f"model.layers.{layer}.self_attn.{what}.weight" for layer in (2, 3) for what in ("k_proj", "v_norm")]
-    names.append("model.layers.3.self_attn.q_proj.weight")
-    config = {"model_type": "small", "num_hidden_layers": 4, "num_kv_shared_layers": 1}
-    source = source_of(write({name: torch.zeros(1) for name in names}, config=config))
-    assert source.left_over([]) == [names[0], names[1], names[4]]
+    names = [
+        f"model.layers.{layer}.self_attn.{what}.weight"
+        for layer in (2, 3)
+        for what in ("k_norm", "k_proj", "q_proj", "v_proj")
+    ]
+    source = source_of(write({name: torch.zeros(1) for name in names}))
+    assert source.left_over(names) == []
+    assert source.left_over([name for name in names if "q_proj" in name]) == []
+    assert source.left_over([name for name in names if "2.self_attn.q_proj" in name or ".k_proj" in name]) == [
+        "model.layers.2.self_attn.k_norm.weight",
+        "model.layers.2.self_attn.v_proj.weight",
+        "model.layers.3.self_attn.k_norm.weight",
+        "model.layers.3.self_attn.q_proj.weight",
+        "model.layers.3.self_attn.v_proj.weight",
+    ]
 
 
 def test_experts_together_and_one_by_one(write: Write) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lazyio.bench.residency import PAGE_BYTES, PageRange, drop_pages, resident_in
+from lazyio.engine.weights import reading
 from lazyio.engine.weights.reading import FileOnce, Landing, identity_of
 from lazyio.errors import ModelError
 
@@ -45,7 +46,11 @@ def test_short_answers_are_read_on_from(path: Path, monkeypatch: pytest.MonkeyPa
         assert read(file, 10, 9999) == data[10:10009]
 
 
-def test_what_was_read_leaves_the_page_cache_and_nothing_else_does(path: Path) -> None:
+@pytest.mark.parametrize("forget_bytes", [1, 2500, 32 << 20])
+def test_what_was_read_leaves_the_page_cache_and_nothing_else_does(
+    path: Path, forget_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_FORGET_BYTES", forget_bytes)
     drop_pages(pages(path, 0, 65))
     path.read_bytes()
     with FileOnce(str(path), identity_of(str(path))) as file:
@@ -54,6 +59,16 @@ def test_what_was_read_leaves_the_page_cache_and_nothing_else_does(path: Path) -
     assert resident_in(pages(path, 9, 32)) == 0
     assert resident_in(pages(path, 0, 9)) == 9
     assert resident_in(pages(path, 32, 65)) == 33
+
+
+def test_dropping_does_not_wait_for_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_FORGET_BYTES", 4 * PAGE_BYTES)
+    path.read_bytes()
+    with FileOnce(str(path), identity_of(str(path))) as file:
+        read(file, 0, 3 * PAGE_BYTES)
+        assert resident_in(pages(path, 0, 3)) == 3
+        read(file, 3 * PAGE_BYTES, PAGE_BYTES)
+        assert resident_in(pages(path, 0, 4)) == 0
 
 
 def test_a_gap_is_left_as_it_is(path: Path) -> None:
