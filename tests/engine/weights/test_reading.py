@@ -63,6 +63,7 @@ def test_what_was_read_leaves_the_page_cache_and_nothing_else_does(
 
 def test_dropping_does_not_wait_for_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_FORGET_BYTES", 4 * PAGE_BYTES)
+    drop_pages(pages(path, 0, 65))
     path.read_bytes()
     with FileOnce(str(path), identity_of(str(path))) as file:
         read(file, 0, 3 * PAGE_BYTES)
