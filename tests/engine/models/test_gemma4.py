@@ -8,11 +8,8 @@ import torch
 
 from lazyio.engine.models import model_class
 from lazyio.engine.models.gemma4 import Gemma4
-from lazyio.engine.state import State
-from lazyio.engine.ubatch import Ubatch
 from lazyio.errors import ModelError
 
-LAYERS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 # As released: E2B, E4B, and a dense one without a table whose full attention has values that are keys.
 E2B = {
     "hidden_size": 1536,
@@ -52,10 +49,6 @@ def built(config: dict[str, Any]) -> Any:
         return model_class("gemma4_text").from_config(config)
 
 
-def test_logits_are_those_of_transformers(tiny: Callable[..., Any], check_logits: Callable[[Any], None]):
-    check_logits(tiny("gemma4"))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -71,87 +64,6 @@ def test_other_configurations(tiny: Callable[..., Any], check_logits: Callable[[
         changes = changes | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2}
         changes["layer_types"] = changes["layer_types"][: changes["num_hidden_layers"]]
     check_logits(tiny("gemma4", **changes))
-
-
-def test_a_prompt_of_many_windows(tiny: Callable[..., Any], agree: Callable[..., None]):
-    pair = tiny("gemma4")
-    tokens = pair.tokens(200)
-    expected = pair.expected(tokens)
-    agree(pair.logits(tokens), expected)
-    agree(pair.logits(tokens, [150, 1, 1, 30]), expected)
-
-
-def test_a_zeroed_table_is_seen(tiny: Callable[..., Any], check_logits: Callable[[Any], None]):
-    pair = tiny("gemma4")
-    with pytest.raises(AssertionError):
-        check_logits(pair._replace(table=torch.zeros_like(pair.table)))
-
-
-@pytest.mark.parametrize(("dtype", "noise"), [(torch.bfloat16, 0.04), (torch.float16, 0.005)])
-def test_half_types_are_as_exact_as_in_transformers(tiny: Callable[..., Any], dtype: torch.dtype, noise: float):
-    pair = tiny("gemma4")
-    tokens = pair.tokens(100)
-    pair.reference.to(dtype)
-    found = pair._replace(model=pair.model.to(dtype), table=pair.table.to(dtype)).logits(tokens, [60, 1])
-    theirs, exact = pair.expected(tokens), pair._replace(reference=pair.reference.float()).expected(tokens)
-    assert found.dtype == torch.float32
-    assert (theirs - exact).abs().mean() < noise
-    assert (found - exact).abs().mean() < noise
-
-
-def test_factors_are_rounded_where_transformers_rounds_them(tiny: Callable[..., Any]):
-    # Neither the root of 96 nor that of 24 is a number that bfloat16 has.
-    pair = tiny("gemma4", hidden_size=96, hidden_size_per_layer_input=24)
-    text, theirs = pair.model.model.to(torch.bfloat16), pair.reference.model.to(torch.bfloat16)
-    tokens = torch.tensor(pair.tokens(100))
-    x = text.embedded(tokens)
-    assert torch.equal(x, theirs.embed_tokens(tokens))
-    inputs = text.inputs(x, Asked(theirs.embed_tokens_per_layer.weight[tokens], []))
-    expected = theirs.project_per_layer_inputs(x[None], theirs.get_per_layer_inputs(tokens[None]))[0]
-    for layer in range(6):
-        # Norms of the last bit may differ.
-        assert (inputs.of(layer) == expected[:, layer]).float().mean() > 0.99
-
-
-class Asked:
-    """Rows that note in `events` when they were asked for."""
-
-    def __init__(self, rows: torch.Tensor, events: list[str]) -> None:
-        self.rows, self.events = rows, events
-
-    def values(self) -> torch.Tensor:
-        self.events.append("rows")
-        return self.rows
-
-
-def test_rows_are_asked_for_once_and_after_the_first_feed_forward(tiny: Callable[..., Any]):
-    pair = tiny("gemma4")
-    events: list[str] = []
-    for number, layer in enumerate(pair.model.model.layers):
-        layer.mlp.register_forward_hook(lambda *_, number=number: events.append(f"mlp {number}"))
-    tokens = pair.tokens(4)
-    rows = Asked(pair.table[torch.tensor(tokens)], events)
-    pair.model.step(Ubatch.of([(pair.model.new_state(4), tokens)], torch.device("cpu")), rows)
-    assert events == ["mlp 0", "rows", *(f"mlp {number}" for number in range(1, 6))]
-
-
-def test_a_sequence_goes_on_from_a_copy_of_its_state(tiny: Callable[..., Any]):
-    pair = tiny("gemma4")
-    tokens = pair.tokens(40)
-    state = pair.model.new_state(40)
-
-    def step(state: State, tokens: list[int]) -> torch.Tensor:
-        rows = Asked(pair.table[torch.tensor(tokens)], [])
-        return pair.model.step(Ubatch.of([(state, tokens)], torch.device("cpu")), rows)
-
-    step(state, tokens[:20])
-    copy = state.clone()
-    step(state, [250] * 9)
-    found = step(copy, tokens[20:])
-    assert (copy.tokens, state.tokens) == (40, 29)
-    undisturbed = pair.model.new_state(40)
-    step(undisturbed, tokens[:20])
-    assert torch.equal(found, step(undisturbed, tokens[20:]))
 
 
 def test_only_layers_with_keys_have_state_and_sliding_ones_of_a_window(tiny: Callable[..., Any]):
