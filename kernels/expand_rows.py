@@ -59,7 +59,7 @@ def expand_rows(
     bodies = _bodies()
     body, decode, width, unit_values = _body(bodies, stored, out.shape[1])
     source = packed.view(_LOADED.get(stored, torch.uint8))
-    words = packed.view(torch.uint16) if packed.shape[1] % 2 == 0 else packed
+    words = packed.view(torch.uint16) if _word_bytes(stored) == 2 else packed
     units = _TILE_VALUES // unit_values
     body[(-(-len(inverse) * (out.shape[1] // unit_values) // units),)](
         *(source, words, inverse, out, out.stride(0), len(inverse)),
@@ -115,8 +115,11 @@ def _check(
         raise Unsupported(f"rows of type {stored} have no kernel; LazyTable.decode turns them into values on the CPU")
     if packed.dtype != torch.uint8 or packed.ndim != 2 or not packed.is_contiguous():
         raise TableError(f"packed rows are C-contiguous uint8 [unique, row_bytes]; got {_described(packed)}")
-    if packed.data_ptr() % (4 if stored == "F32" else 2):
-        raise TableError("packed rows must start at an even address in memory, those of F32 at a multiple of 4")
+    if packed.data_ptr() % _word_bytes(stored):
+        raise TableError(
+            f"packed rows of {stored} must start at a multiple of {_word_bytes(stored)} bytes in memory; these start "
+            f"at {packed.data_ptr():#x}"
+        )
     if inverse.dtype != torch.int64 or inverse.ndim != 1 or not inverse.is_contiguous():
         raise TableError(f"the inverse is contiguous int64 [n]; got {_described(inverse)}")
     wanted = (len(inverse), TYPES[stored].row_values(packed.shape[1]))
@@ -132,6 +135,13 @@ def _check(
         _check_bias(bias, head, wanted)
     if any(other is not None and other.device != packed.device for other in (inverse, out, bias, head)):
         raise TableError(f"packed rows are on {packed.device}, and the inverse, out or the bias on another device")
+
+
+def _word_bytes(stored: str) -> int:
+    """What the largest load of the type takes; every row and block is a whole number of these."""
+    if stored in _BYTES or stored == "MXFP4":
+        return 1
+    return 4 if stored == "F32" else 2
 
 
 def _check_bias(bias: torch.Tensor, head: torch.Tensor, wanted: tuple[int, int]) -> None:

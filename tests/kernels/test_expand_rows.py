@@ -132,10 +132,11 @@ def test_rows_of_out_may_lie_apart(function, stored: str, device: torch.device):
 
 
 @pytest.mark.parametrize("function", [expand_rows, reference])
-def test_packed_rows_may_start_anywhere_even(function, device: torch.device):
-    given = arguments("Q4_0", device, rows=12)
+@pytest.mark.parametrize(("stored", "step"), [("Q4_0", 2), ("MXFP4", 1), ("F8_E4M3", 1), ("EXL3_K5", 2)])
+def test_packed_rows_may_start_where_their_words_can(function, stored: str, step: int, device: torch.device):
+    given = arguments(stored, device, rows=12)
     buffer = torch.zeros(given.packed.numel() + 64, dtype=torch.uint8, device=device)
-    for first in (2, 6, 34):
+    for first in (step, 3 * step, 17 * step):
         moved = buffer[first : first + given.packed.numel()].view_as(given.packed)
         moved.copy_(given.packed)
         assert same(run(function, replace(given, packed=moved)), run(reference, given))
@@ -162,7 +163,7 @@ def test_what_does_not_fit_is_refused(function):
 
     refused("C-contiguous uint8", packed.int(), inverse, "Q4_0", out)
     refused("C-contiguous uint8", packed[:, ::2], inverse, "Q4_0", out)
-    refused("even address", packed.flatten()[1:-89].view(-1, 90), inverse, "Q4_0", out)
+    refused("multiple of 2 bytes", packed.flatten()[1:-89].view(-1, 90), inverse, "Q4_0", out)
     refused("int64", packed, inverse.int(), "Q4_0", out)
     refused(r"\[5, 160\].*float64", packed, inverse, "Q4_0", out.double())
     refused(r"\[5, 160\].*float32 \[4, 160\]", packed, inverse, "Q4_0", out[:4])
