@@ -49,13 +49,13 @@ class Rows:
         self._seed = np.uint64(seed)
         self._pool = _pool(stored, block_values, seed, std)
         blocks = row_values // block_values
-        self._factors = np.arange(blocks, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        # Odd and large, so that the first bits of a product depend on all bits of the other factor.
+        self._factors = splitmix64(np.arange(blocks, dtype=np.uint64)) | np.uint64(1)
 
     def fill(self, first: int, out: Bytes) -> None:
         """Put the rows from `first` on into `out`, uint8 [n, row_bytes]."""
         ids: UInt64 = np.arange(first, first + len(out), dtype=np.uint64)
         words = splitmix64(splitmix64(ids) ^ self._seed)[:, None] * self._factors
-        # The last 16 bits of a product hardly mix, its first ones do.
         blocks = (words >> np.uint64(48)).astype(np.intp)
         np.take(self._pool, blocks, axis=0, out=out.reshape(*blocks.shape, -1), mode="clip")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
@@ -20,8 +22,12 @@ CHAT_TEMPLATE = (
 )
 
 
+@functools.cache
 def train_tokenizer() -> Tokenizer:
-    """Train it on English text that comes with Python. Raises Unsupported where an installation leaves that out."""
+    """Train it on English text that comes with Python; it is always the same one, not to be changed.
+
+    Raises Unsupported where an installation of Python leaves that text out.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:
