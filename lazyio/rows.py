@@ -47,17 +47,23 @@ class Rows(Protocol):
 
 
 def rows_of(
-    fetcher: Fetcher, spec: TableSpec, staging: Staging, options: FetcherOptions, cache_bytes: int | None = 0
+    fetcher: Fetcher,
+    spec: TableSpec,
+    staging: Staging,
+    started: Staging,
+    options: FetcherOptions,
+    cache_bytes: int | None = 0,
 ) -> Rows:
     """The way that suits a fetcher, with a row cache of `cache_bytes`; None is one where reads are direct.
 
     Rows in addressable memory are copied, and need no cache. What a fetcher reads through the page cache is copied from
-    a map of that, once it is there, unless a row cache was asked for. All else is read to staging, and taken out of it.
+    a map of that, once it is there, unless a row cache was asked for. All else is read to `staging`, gathers that were
+    started to `started`, and taken out of it.
     Raises NeverFits where `cache_bytes` is too little for a cache.
     """
     if isinstance(fetcher, RowFetcher):
         return AddressableRows(fetcher.take, lambda ids: _done(fetcher.expect(ids)))
-    staged = StagedRows(fetcher, spec, staging)
+    staged = StagedRows(fetcher, spec, staging, started)
     if cache_bytes is None:
         cache_bytes = _CACHE_BYTES if fetcher.direct_io else 0
     if cache_bytes:

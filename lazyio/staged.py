@@ -35,11 +35,11 @@ _INDEX_BYTES_PER_ROW = 160
 
 
 class StagedRows:
-    """Rows that a fetcher reads window by window."""
+    """Rows that a fetcher reads window by window, to `staging`; what was begun goes to `started`, if that has room."""
 
-    def __init__(self, fetcher: Fetcher, spec: TableSpec, staging: Staging) -> None:
+    def __init__(self, fetcher: Fetcher, spec: TableSpec, staging: Staging, started: Staging) -> None:
         self._fetcher = fetcher
-        self._staging = staging
+        self._staging, self._started = staging, started
         self.row_bytes, self._table_rows = spec.row_bytes, spec.rows
         self._geometry = Geometry(spec.extents, spec.row_bytes, fetcher.files.index)
         self._share_bytes = staging.budget_bytes // _SHARE
@@ -175,13 +175,11 @@ class StagedRows:
     def _begin(self, reads: ReadPlan) -> _Begun | None:
         """Begin to read a plan; None where its windows have no room, or not now."""
         self._check_files(reads)
-        if reads.buffer_bytes > self._share_bytes:
-            return None
-        area = self._staging.lend_now(reads.buffer_bytes)
+        area = self._started.lend_now(reads.buffer_bytes)
         if area is None:
             return None
         buffer = area.bytes[: reads.buffer_bytes]
-        return _Begun(self._staging, area, buffer, self._fetcher.begin(reads, buffer))
+        return _Begun(self._started, area, buffer, self._fetcher.begin(reads, buffer))
 
     def _gather_once(self, ids: Int64, rows: Bytes, stats: TableStats) -> None:
         unique, inverse = dedup(ids)

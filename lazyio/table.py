@@ -39,6 +39,8 @@ Wrap = Callable[[Fetcher], Fetcher]
 
 # This part of the budget is for rows that were read ahead and not yet taken; gathers never wait for it.
 _AHEAD = 4
+# And this part for gathers that were started: those never wait for room, nor does any gather for them.
+_STARTED = 16
 
 
 class LazyTable:
@@ -63,14 +65,16 @@ class LazyTable:
     ) -> None:
         self.spec = spec
         ahead_bytes = budget_bytes // _AHEAD
-        self._staging = Staging(budget_bytes - ahead_bytes)
+        started_bytes = budget_bytes // _STARTED
+        self._staging = Staging(budget_bytes - ahead_bytes - started_bytes)
+        self._started = Staging(started_bytes)
         self._gate = Gate()
         self._fetcher, self.backend = open_fetcher(mode, spec, options, strict=strict)
         try:
             self.head_bias = None if spec.head_bias is None else HeadBias(spec, self._fetcher.files)
             if wrap is not None:
                 self._fetcher = _wrapped(self._fetcher, wrap)
-            self._rows: Rows = rows_of(self._fetcher, spec, self._staging, options, cache_bytes)
+            self._rows: Rows = rows_of(self._fetcher, spec, self._staging, self._started, options, cache_bytes)
         except BaseException:
             self._fetcher.close()
             raise
@@ -152,7 +156,7 @@ class LazyTable:
 
         For the rows of a decode step, whose reads go on while the caller computes what comes before they are needed.
         No thread is involved: they are submitted by this one, and waited for by it. `ids` are as for `gather`, and are
-        copied. As much as fits an eighth of the budget begins early, if it is free; what does not is read at the end.
+        copied. What has room in a sixteenth of the budget begins early; what has none is read at the end.
         Raises what `gather` raises; what goes wrong with reads under way is raised by `rows()`.
         """
         asked = _integers(ids)
@@ -224,6 +228,7 @@ class LazyTable:
             self._rows.close()
             self._fetcher.close()
             self._staging.close()
+            self._started.close()
 
     def __enter__(self) -> Self:
         return self
