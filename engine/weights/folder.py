@@ -40,6 +40,8 @@ class FolderSource(Source):
 
     def __init__(self, path: str) -> None:
         self.path = path
+        if not os.path.exists(path):
+            raise ModelError(f"there is no {path}; give the path of a model's folder or file")
         folder = path if os.path.isdir(path) else os.path.dirname(path)
         self._config_path = os.path.join(folder, "config.json")
         if not os.path.exists(self._config_path):

@@ -56,6 +56,8 @@ def test_a_configuration_of_no_text_model(write: Write, config: Any) -> None:
 
 
 def test_folders_without_a_readable_configuration(tmp_path: Path, write: Write) -> None:
+    with pytest.raises(ModelError, match=r"^there is no .*/elsewhere; give the path"):
+        source_of(tmp_path / "elsewhere")
     with pytest.raises(ModelError, match=r"has no config\.json"):
         source_of(tmp_path)
     folder = write(config=[])
