@@ -18,7 +18,7 @@ from lazyio.ple.ngram import UInt64, splitmix64
 #: What the values of an fp8 table are divided by before they are stored.
 SCALE = 2.0**-7
 
-_POOL_BLOCKS = 1 << 16
+_POOL_BITS = 14  # of the number of a block
 _PLAIN_BLOCK_VALUES = 32  # of a type that stores value by value
 _QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
 # Types that no package quantises to: where a block has its float16 scales, and how each compares to the first, so that
@@ -38,7 +38,7 @@ ROW_TYPES = (*_FLOATS, *_QUANTISED, *_RAW)
 class Rows:
     """The rows of one table, any of them, in any order."""
 
-    def __init__(self, stored: str, row_values: int, seed: int, std: float = 1.0) -> None:
+    def __init__(self, stored: str, row_values: int, seed: int) -> None:
         """Raises Unsupported for a type that rows can't be made in, TableError for rows of no whole blocks."""
         if stored not in ROW_TYPES:
             raise Unsupported(f"rows of {stored} can't be made; these can: {', '.join(ROW_TYPES)}")
@@ -47,7 +47,7 @@ class Rows:
         if block_values == 1:
             block_values = _PLAIN_BLOCK_VALUES if row_values % _PLAIN_BLOCK_VALUES == 0 else row_values
         self._seed = np.uint64(seed)
-        self._pool = _pool(stored, block_values, seed, std)
+        self._pool = _pool(stored, block_values, seed)
         blocks = row_values // block_values
         # Odd and large, so that the first bits of a product depend on all bits of the other factor.
         self._factors = splitmix64(np.arange(blocks, dtype=np.uint64)) | np.uint64(1)
@@ -56,7 +56,7 @@ class Rows:
         """Put the rows from `first` on into `out`, uint8 [n, row_bytes]."""
         ids: UInt64 = np.arange(first, first + len(out), dtype=np.uint64)
         words = splitmix64(splitmix64(ids) ^ self._seed)[:, None] * self._factors
-        blocks = (words >> np.uint64(48)).astype(np.intp)
+        blocks = (words >> np.uint64(64 - _POOL_BITS)).astype(np.intp)
         np.take(self._pool, blocks, axis=0, out=out.reshape(*blocks.shape, -1), mode="clip")
 
 
@@ -71,21 +71,23 @@ def encode(values: torch.Tensor, stored: str) -> Bytes:
     return packed
 
 
-def _pool(stored: str, block_values: int, seed: int, std: float) -> Bytes:
-    """Blocks, uint8 [blocks, block_bytes]."""
+def _pool(stored: str, block_values: int, seed: int) -> Bytes:
+    """Blocks, uint8 [blocks, block_bytes], of values with a standard deviation of 1."""
     generator = torch.Generator().manual_seed(seed)
     if stored in _RAW:
-        return _raw_blocks(stored, generator, std)
+        return _raw_blocks(stored, generator)
     scale = SCALE if stored.startswith("F8_") else 1.0
-    return encode(torch.randn(_POOL_BLOCKS, block_values, generator=generator) * (std / scale), stored)
+    return encode(torch.randn(1 << _POOL_BITS, block_values, generator=generator) / scale, stored)
 
 
-def _raw_blocks(stored: str, generator: torch.Generator, std: float) -> Bytes:
-    """Random bits, with scales that give their values the spread wanted."""
+def _raw_blocks(stored: str, generator: torch.Generator) -> Bytes:
+    """Random bits, with scales that give their values that spread."""
     block_bytes = TYPES[stored].block_bytes
-    blocks: Bytes = torch.randint(0, 256, (_POOL_BLOCKS, block_bytes), dtype=torch.uint8, generator=generator).numpy()
+    blocks: Bytes = torch.randint(
+        0, 256, (1 << _POOL_BITS, block_bytes), dtype=torch.uint8, generator=generator
+    ).numpy()
     _set_scales(blocks, stored, 1.0)
-    _set_scales(blocks, stored, std / float(decode(blocks[:4096], stored).std()))
+    _set_scales(blocks, stored, 1 / float(decode(blocks[:4096], stored).std()))
     return blocks
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
@@ -19,8 +19,10 @@ class TextStream:
     not: such a vocabulary reads a run of them as a whole.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: Collection[int]) -> None:
+        """`special` are the ids that are no text."""
         self._tokenizer = tokenizer
+        self._special = special
         # Tokens that have been told, for a decoder that treats the first token of a text in another way.
         self._told: list[int] = []
         self._held: list[int] = []
@@ -29,7 +31,7 @@ class TextStream:
     def add(self, token_id: int) -> str:
         """The text that is complete with this token; "" for a special token, and for an id that no token has."""
         piece = self._tokenizer.id_to_token(token_id)
-        if piece is None:
+        if piece is None or token_id in self._special:
             return ""
         self._held.append(token_id)
         if _BYTE_TOKEN.fullmatch(piece):

@@ -38,6 +38,8 @@ class Text:
         self.stop_ids = vocabulary.stop_ids
         self._vocabulary = vocabulary
         self._tokenizer = vocabulary.tokenizer
+        added = vocabulary.tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(number for number, token in added.items() if token.special)
         self._lock = Lock()  # how the tokenizer takes special tokens is a state of it
 
     @property
@@ -84,7 +86,7 @@ class Text:
 
     def stream(self) -> TextStream:
         """Text of tokens as they come."""
-        return TextStream(self._tokenizer)
+        return TextStream(self._tokenizer, self._special_ids)
 
     def _encoded(self, text: str, *, plain: bool) -> list[int]:
         """Ids of plain text, with the special tokens that stand around it, or of text that has its special tokens."""

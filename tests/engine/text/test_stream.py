@@ -13,7 +13,8 @@ from .conftest import TEXT
 
 
 def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    stream = TextStream(tokenizer)
+    added = tokenizer.get_added_tokens_decoder()
+    stream = TextStream(tokenizer, {number for number, token in added.items() if token.special})
     return [*(stream.add(number) for number in ids), stream.end()]
 
 
@@ -51,6 +52,12 @@ def test_special_and_unknown_ids_are_no_text(byte_level: Tokenizer):
     special = byte_level.token_to_id("<|im_end|>")
     one, other = byte_level.encode("1!").ids
     assert streamed(byte_level, [one, special, 10**9, other]) == ["1", "", "", "!", ""]
+
+
+def test_a_special_token_does_not_part_the_bytes_of_a_run(pieces: Tokenizer):
+    letter, end, byte = (pieces.token_to_id(token) for token in ("<0x41>", "<eos>", "<0xFF>"))
+    assert streamed(pieces, [letter, end, letter]) == ["", "", "", "AA"]
+    assert "".join(streamed(pieces, [letter, end, byte])) == pieces.decode([letter, byte]) == "\ufffd" * 2
 
 
 @settings(max_examples=200, deadline=None)
