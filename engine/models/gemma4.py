@@ -139,9 +139,12 @@ def _head_shape(config: Config, name: str, layers: list[int]) -> tuple[int, int]
 
 
 def _rope(config: Config, head_dim: int) -> Rope:
-    theta = config.number("rope_theta", 10_000.0)
-    if config.name("rope_type", ("default", "proportional"), "default") == "default":
+    if config.name("rope_type", ("default", "proportional")) == "default":
         config.expect(partial_rotary_factor=1.0)
-        return Rope(theta, head_dim)
+        return Rope(config.number("rope_theta"), head_dim)
     config.expect(factor=1.0)
-    return Rope(theta, head_dim, rotated=2 * int(config.number("partial_rotary_factor", 1.0) * head_dim // 2))
+    return Rope(
+        config.number("rope_theta"),
+        head_dim,
+        rotated=2 * int(config.number("partial_rotary_factor", 1.0) * head_dim // 2),
+    )

@@ -44,6 +44,9 @@ DENSE = {
 }
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+
+
 def built(config: dict[str, Any]) -> Any:
     with torch.device("meta"):
         return model_class("gemma4_text").from_config(config)
@@ -127,7 +130,9 @@ def test_the_layers_that_differ_may_be_told_by_number():
         ({"layer_types": ["chunked_attention"] * 35}, "layer_types"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, r"rope_parameters\.full_attention\.rope_type"),
         ({"rope_parameters": {"full_attention": {"factor": 8.0, "rope_type": "proportional"}}}, "attention.factor = 8"),
-        ({"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"full_attention": ROPE | {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"full_attention": ROPE}}, r"lacks rope_parameters\.sliding_attention\.rope_type"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"lacks .*\.rope_theta"),
         ({"per_layer_config": {"4": {"head_dim": 512}}}, "per_layer_config = .*full_attention must have heads"),
         ({"per_layer_config": {"4": {"intermediate_size": 5}}}, r"per_layer_config\.4\.intermediate_size = 5"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
