@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import lazyio
 from lazyio.ple.synthetic import write_gguf
 
-CHECKOUT = Path(lazyio.__file__).parents[1]
 PAGE = Path(__file__).parents[3] / "docs/integrations.md"
 
 
@@ -29,17 +27,20 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(script: Path, *arguments: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", script, *arguments],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Path, Path], str]:
+    """Run a script with one argument; what it printed."""
+
+    def printed(script: Path, argument: Path) -> str:
+        monkeypatch.setattr(sys, "argv", [str(script), str(argument)])
+        capsys.readouterr()
+        runpy.run_path(str(script), run_name="__main__")
+        return capsys.readouterr().out
+
+    return printed
 
 
-def test_with_transformers(scripts: Path, saved, tmp_path: Path):
+def test_with_transformers(scripts: Path, run, saved, tmp_path: Path):
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     words = {
         word: number for number, word in enumerate(["<unk>", "<eos>", "The", "table", "stays", "on", "the", "disk"])
@@ -51,10 +52,9 @@ def test_with_transformers(scripts: Path, saved, tmp_path: Path):
     for file in saved("Gemma4").iterdir():
         (folder / file.name).symlink_to(file)
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>").save_pretrained(folder)
-    done = run(scripts / "with_transformers.py", folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("The table stays on the disk")
-    assert int(re.search(r"(\d+) rows asked for in", done.stdout)[1]) >= 6
+    printed = run(scripts / "with_transformers.py", folder)
+    assert printed.startswith("The table stays on the disk")
+    assert int(re.search(r"(\d+) rows asked for in", printed)[1]) >= 6
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,11 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_own_loop(scripts: Path, table: Path):
+def test_own_loop(scripts: Path, run, table: Path, monkeypatch: pytest.MonkeyPatch):
     replies = []
     for mode in ("off", "uring"):
-        done = run(scripts / "own_loop.py", table, LAZYIO_LAZY_MODE=mode)
-        assert done.returncode == 0, done.stderr
-        replies.append(done.stdout)
+        monkeypatch.setenv("LAZYIO_LAZY_MODE", mode)
+        replies.append(run(scripts / "own_loop.py", table))
     assert re.fullmatch(r"\[(\d+, ){19}\d+\]\n", replies[0])
     assert replies[0] == replies[1]
 
