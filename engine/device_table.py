@@ -80,7 +80,10 @@ class DeviceTable:
         asked = _copy(ids)
         started = self.table.start(asked)
         return DeviceRows(
-            self, asked, lambda: (started.rows().reshape(asked.size, -1), np.arange(asked.size)), self._in_steps
+            self,
+            asked,
+            lambda: (started.rows().reshape(asked.size, self.table.row_bytes), np.arange(asked.size)),
+            self._in_steps,
         )
 
     def close(self) -> None:
