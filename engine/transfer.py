@@ -121,12 +121,13 @@ class _Set:
             return
         size = max(size, _LEAST_BYTES if self._memory is None else 2 * len(self.host))
         self.close()
-        self._memory = PinnedMemory(size, self._device)
-        self.host = self._memory.bytes.numpy()
-        # Of the copying stream's own memory, so that no other stream still works on what is written to; and no tensor
-        # of inference, since it is written to outside of that too.
-        with torch.inference_mode(False), torch.cuda.stream(self._stream):
-            self.device = torch.empty(len(self.host), dtype=torch.uint8, device=self._device)
+        # No tensors of inference, since they are written to outside of that too.
+        with torch.inference_mode(False):
+            self._memory = PinnedMemory(size, self._device)
+            self.host = self._memory.bytes.numpy()
+            # Of the copying stream's own memory, so that no other stream still works on what is written to.
+            with torch.cuda.stream(self._stream):
+                self.device = torch.empty(len(self.host), dtype=torch.uint8, device=self._device)
 
     def copy(self, size: int) -> None:
         """Copy the first `size` bytes to the device, when what was there before is no longer needed."""
