@@ -36,7 +36,7 @@ def test_values_are_where_those_of_trained_models_are(write: Write) -> None:
     assert 1 <= rates.min() < 1.1 < 14 < rates.max() <= 16
     steps = torch.nn.functional.softplus(layer["mixer.dt_bias"])
     assert 0.000999 <= steps.min() < 0.0011
-    assert 0.09 < steps.max() <= 0.1001
+    assert 0.098 < steps.max() <= 0.1001
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

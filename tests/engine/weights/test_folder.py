@@ -127,8 +127,8 @@ def test_keys_of_layers_that_share_those_of_another(write: Write) -> None:
         for what in ("k_norm", "k_proj", "q_proj", "v_proj")
     ]
     source = source_of(write({name: torch.zeros(1) for name in names}))
-    assert source.left_over(names) == []
-    assert source.left_over([name for name in names if "q_proj" in name]) == []
+    assert source.left_over(names) == source.left_over([name for name in names if "q_proj" in name]) == []
+    assert source.left_over([]) == names
     assert source.left_over([name for name in names if "2.self_attn.q_proj" in name or ".k_proj" in name]) == [
         "model.layers.2.self_attn.k_norm.weight",
         "model.layers.2.self_attn.v_proj.weight",
@@ -177,8 +177,19 @@ def test_scales_belong_to_what_they_scale(write: Write) -> None:
     assert part.scale is not None
     assert (part.scale.stored.name, part.scale.block) == ("a.weight_scale", (128, 128))
     assert sorted(source.left_over(["a.weight"])) == ["a.correct_output_scale", "b.weight"]
+    assert source.left_over(["a.weight", "a.correct_output_scale"]) == ["b.weight"]
     with pytest.raises(ModelError, match=r"lacks b\.weight_scale_inv, without which its fp8 values mean nothing"):
         source.parts("b.weight", (4, 4))
+
+
+def test_quantised_weights_are_refused_and_a_quantised_table_is_not(write: Write) -> None:
+    rows = {"model.layers.1.ple.ple_embedding.ngram_embedding.shard_0.trellis": torch.zeros(2, 41, dtype=torch.int16)}
+    source = source_of(write(ONE | rows))
+    assert names_of(source, "model.embed_tokens.weight", 40, 16) == list(ONE)
+    assert source.left_over(ONE) == []
+    source = source_of(write(ONE | rows | {"model.layers.0.mlp.up_proj.trellis": torch.zeros(2, 2)}))
+    with pytest.raises(ModelError, match="quantised with EXL3"):
+        source.parts("model.embed_tokens.weight", (40, 16))
 
 
 def test_opening_reads_the_configuration_alone(write: Write) -> None:
