@@ -90,7 +90,7 @@ def test_logits_and_replies_are_those_of_transformers(
     name: str, saved: Callable[[str], tuple[Any, Path]], agree: Callable[..., None]
 ) -> None:
     pair, folder = saved(name)
-    tokens = pair.tokens(37)
+    tokens = [*pair.tokens(35), 250, 241]  # beyond the rows of Gemma 3n's table
     expected = pair.expected(tokens)
     with LLM(folder, device="cpu", ubatch=16) as llm:
         agree(llm.logits(tokens), expected)
@@ -146,6 +146,12 @@ def test_another_table_gives_other_logits(saved: Callable[[str], tuple[Any, Path
 def test_cuts_of_another_prompt(llm: LLM, cuts: list[int]) -> None:
     with pytest.raises(SettingError, match=re.escape(f"cuts are {cuts}; they must be 1 or more, and sum to the 37")):
         llm.logits([1] * 37, cuts=cuts)
+
+
+def test_logits_of_a_long_ubatch_are_made_in_parts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llm.logits([*range(30)], cuts=[30])
+    monkeypatch.setattr(llm_module, "_LOGITS_TOKENS", 7)
+    assert torch.allclose(llm.logits([*range(30)], cuts=[30]), whole, atol=1e-5)
 
 
 def test_halves_are_near(saved: Callable[[str], tuple[Any, Path]]) -> None:
