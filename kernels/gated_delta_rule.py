@@ -1,0 +1,360 @@
+"""The gated delta rule on a GPU: chunks of prompts and single tokens of several sequences.
+
+`gated_delta_rule` launches the bodies, which are in delta_rule_bodies.py. Tokens are taken in the blocks of 64 of
+engine/layers/delta_rule.py: cuts at multiples of 64 change no bit, and a last token that is alone in its block is a
+step, as it is when it's decoded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lazyio.errors import Unsupported
+from lazyio.kernels.contract import Case, Kernel, bodies
+
+#: Tokens of a block.
+BLOCK = 64
+
+_DIMS = (16, 32, 64, 128)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, start + length) of q, k and v: they follow on the `before` tokens of their sequence."""
+
+    start: int
+    length: int
+    before: int
+
+
+def supports(key_dim: int, value_dim: int) -> bool:
+    """Whether heads of these dimensions have a kernel."""
+    return key_dim in _DIMS and value_dim in _DIMS
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_decay: torch.Tensor,
+    spans: Sequence[Span],
+    memory: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """o [tokens, value_heads, value_dim] in v's dtype, on the current stream; never waits.
+
+    q and k [tokens, key_heads, key_dim], v [tokens, value_heads, value_dim]: float32, bfloat16 or float16; tokens may
+    lie apart. q and k are brought to unit length here, q divided by sqrt(key_dim) then; value head j has those of key
+    head j * key_heads / value_heads. beta and log_decay float32 [tokens, value_heads], contiguous; no log decay is
+    above 0. Spans are of different sequences and have all tokens; `memory` has S of each, float32
+    [value_heads, key_dim, value_dim], contiguous, and changed in place.
+    Matrices of bfloat16 are multiplied as such. float16 has no room for all factors: it is multiplied as float32.
+    Raises Unsupported where Triton is missing, and for dimensions that have no kernel.
+    """
+    _check(q, k, v, beta, log_decay, spans, memory)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    work = _work(tuple(replace(span, before=span.before % BLOCK) for span in spans), q.device)
+    shape = {
+        **{"HEADS": v.shape[1], "EACH": v.shape[1] // k.shape[1], "KEY": k.shape[2], "VALUE": v.shape[2]},
+        **{"Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "V_STRIDE": v.stride(0)},
+    }
+    if work.chunks:
+        _follow((q, k, v), (beta, log_decay), work, [memory[i] for i in work.chunks], out, shape)
+    if work.steps:
+        _step((q, k, v), (beta, log_decay), work, [memory[i] for i in work.steps], out, shape)
+    return out
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_decay: torch.Tensor,
+    spans: Sequence[Span],
+    memory: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """What `gated_delta_rule` does, token by token in float64 and on any device; `memory` may be float64 too."""
+    each = v.shape[1] // k.shape[1]
+    q, k = (unit(x.double()).repeat_interleave(each, 1) for x in (q, k))
+    q, v, beta, decay = q * k.shape[2] ** -0.5, v.double(), beta.double(), log_decay.double().exp()
+    out = torch.empty_like(v)
+    for span, kept in zip(spans, memory, strict=True):
+        state = kept.double()
+        for t in range(span.start, span.start + span.length):
+            state = state * decay[t, :, None, None]
+            change = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+            state = state + k[t, :, :, None] * change[:, None, :]
+            out[t] = torch.einsum("hkv,hk->hv", state, q[t])
+        kept.copy_(state)
+    return out
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum(x**2) + 1e-6) over the last dimension."""
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    part: int  # columns of S that a program has
+    warps: int
+    stages: int = 1
+    shared_bytes: int = 0  # of a multiprocessor, at least
+
+
+# Tuned for heads of 128 on an H200, by the dtype that matrices are multiplied in; the first whose memory is there.
+_ADVANCE = {
+    torch.bfloat16: (_Config(64, 4, 3, 160_000), _Config(64, 4, 2, 101_000), _Config(64, 4)),
+    torch.float32: (_Config(32, 4, 1, 200_000), _Config(16, 4)),
+}
+_PREPARE_WARPS = 4
+_STEP = _Config(32, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Which spans have chunks and which have steps, and the bodies' tables of them."""
+
+    chunks: tuple[int, ...]
+    blocks: torch.Tensor
+    sequences: torch.Tensor
+    steps: tuple[int, ...]
+    step_tokens: torch.Tensor
+
+
+# Tables on a GPU are the same for all layers, and for all steps of a batch.
+@functools.lru_cache(maxsize=256)
+def _work(spans: tuple[Span, ...], device: torch.device) -> _Work:
+    blocks: list[list[int]] = []
+    sequences, steps, chunks, stepping = [], [], [], []
+    for i, span in enumerate(spans):
+        stop = span.start + span.length
+        if span.length == 1 or (span.before + span.length) % BLOCK == 1:
+            stop -= 1
+            steps.append(stop)
+            stepping.append(i)
+        if stop > span.start:
+            first = span.start - span.before % BLOCK
+            sequences.append([first, span.start, stop, len(blocks)])
+            chunks.append(i)
+            blocks += [[at, span.start, stop] for at in range(first, stop, BLOCK)]
+    tables = (_on(table, torch.int32, device) for table in (blocks, sequences, steps))
+    return _Work(tuple(chunks), next(tables), next(tables), tuple(stepping), next(tables))
+
+
+def _places(memory: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where each S lies: elements from the first of them."""
+    return _offsets(tuple((one.data_ptr() - memory[0].data_ptr()) // 4 for one in memory), memory[0].device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _offsets(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return _on(offsets, torch.int64, device)
+
+
+def _on(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    table = torch.tensor(numbers, dtype=dtype)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+def _follow(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sides: tuple[torch.Tensor, torch.Tensor],
+    work: _Work,
+    memory: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    shape: dict[str, int],
+) -> None:
+    language = _bodies().tl
+    dtype = torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32
+    operand = language.bfloat16 if dtype == torch.bfloat16 else language.float32
+    matrices = (len(work.blocks), shape["HEADS"], BLOCK, BLOCK)
+    solved, scores = (torch.empty(matrices, dtype=dtype, device=out.device) for _ in range(2))
+    factors = torch.empty(*matrices[:2], 4, BLOCK, device=out.device)
+    of_keys = {name: size for name, size in shape.items() if not name.startswith("V")}
+    _bodies().prepare[(len(work.blocks) * shape["HEADS"],)](
+        *(*qkv[:2], *sides, work.blocks, solved, scores, factors),
+        **of_keys,
+        OPERAND=operand,
+        num_warps=_PREPARE_WARPS,
+    )
+    config = _config(dtype, out.device)
+    part = min(config.part, shape["VALUE"])
+    _bodies().advance[(shape["VALUE"] // part, shape["HEADS"], len(work.chunks))](
+        *(*qkv, solved, scores, factors, work.sequences, memory[0], _places(memory), out),
+        **shape,
+        PART=part,
+        OPERAND=operand,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+def _step(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sides: tuple[torch.Tensor, torch.Tensor],
+    work: _Work,
+    memory: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    shape: dict[str, int],
+) -> None:
+    part = min(_STEP.part, shape["VALUE"])
+    _bodies().step[(shape["VALUE"] // part, shape["HEADS"], len(work.steps))](
+        *(*qkv, *sides, work.step_tokens, memory[0], _places(memory), out),
+        **shape,
+        PART=part,
+        num_warps=_STEP.warps,
+    )
+
+
+@functools.cache
+def _config(dtype: torch.dtype, device: torch.device) -> _Config:
+    if device.type != "cuda":
+        return _ADVANCE[dtype][-1]
+    has: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return next(config for config in _ADVANCE[dtype] if config.shared_bytes <= has)
+
+
+def _bodies() -> Any:
+    return bodies("delta_rule_bodies", "the kernel of the gated delta rule")
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_decay: torch.Tensor,
+    spans: Sequence[Span],
+    memory: Sequence[torch.Tensor],
+) -> None:
+    if not supports(k.shape[2], v.shape[2]) or v.dtype not in _DTYPES:
+        raise Unsupported(
+            f"the gated delta rule has no kernel for {v.dtype} and heads of {k.shape[2]} and {v.shape[2]}: it has those"
+            f" for float32, bfloat16 and float16, and dimensions of {_DIMS}"
+        )
+    tokens, heads, value_dim = v.shape
+    assert q.shape == k.shape == (tokens, k.shape[1], k.shape[2]), "q and k have other shapes"
+    assert heads % k.shape[1] == 0, "key heads don't divide the value heads"
+    assert beta.shape == log_decay.shape == (tokens, heads), "beta and log decay are [tokens, value_heads]"
+    for x in (q, k, v):
+        assert x.stride()[1:] == (x.shape[2], 1), "q, k or v of a token is not contiguous"
+        assert x.dtype == v.dtype, "q, k and v are of different dtypes"
+    for x in (beta, log_decay, *memory):
+        assert x.dtype == torch.float32, "beta, log decay and S are float32"
+        assert x.is_contiguous(), "beta, log decay and S are contiguous"
+    assert all(one.shape == (heads, k.shape[2], value_dim) for one in memory), "S is [value_heads, key_dim, value_dim]"
+    assert len({x.device for x in (q, k, v, beta, log_decay, *memory)}) == 1, "tensors are on different devices"
+    assert len(spans) == len(memory) > 0, "a span has one S"
+    assert sum(span.length for span in spans) == tokens, "spans have all tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Those of `gated_delta_rule`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    log_decay: torch.Tensor
+    spans: tuple[Span, ...]
+    memory: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def random(
+        cls,
+        device: torch.device,
+        seed: int,
+        sizes: Sequence[tuple[int, int]],
+        dtype: torch.dtype = torch.float32,
+        heads: tuple[int, int] = (1, 2),
+        dims: tuple[int, int] = (16, 16),
+    ) -> Arguments:
+        """Sequences by their tokens here and before, one after the other; heads and dimensions of keys and values."""
+        made = torch.Generator(device).manual_seed(seed)
+        spans, tokens = [], 0
+        for length, before in sizes:
+            spans.append(Span(tokens, length, before))
+            tokens += length
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=made, device=device)
+
+        counts, widths = (heads[0], *heads), (dims[0], *dims)
+        sizes_of = [count * width for count, width in zip(counts, widths, strict=True)]
+        parts = torch.split(normal(tokens, sum(sizes_of)).to(dtype), sizes_of, 1)
+        q, k, v = (x.view(tokens, *of) for x, *of in zip(parts, counts, widths, strict=True))
+        beta, log_decay = normal(tokens, heads[1]).sigmoid(), -0.1 * normal(tokens, heads[1]).abs()
+        memory = tuple(normal(heads[1], *dims) / dims[0] ** 0.5 for _ in sizes)
+        return cls(q, k, v, beta, log_decay, tuple(spans), memory)
+
+    def results(self, function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """What `gated_delta_rule` or `reference` makes of them: outputs, and S of each sequence."""
+        memory = [one.clone() for one in self.memory]
+        return [function(self.q, self.k, self.v, self.beta, self.log_decay, self.spans, memory), *memory]
+
+
+def _forgetful(device: torch.device, seed: int) -> Arguments:
+    given = Arguments.random(device, seed, [(64, 0)])
+    given.log_decay[21] = -1e5
+    return given
+
+
+def _repeated(device: torch.device, seed: int) -> Arguments:
+    """Powers of the triangular matrix, by which it could be inverted too, are far larger than its inverse here."""
+    given = Arguments.random(device, seed, [(64, 0)])
+    given.k.copy_(given.k[:1].clone())
+    return replace(given, beta=torch.ones_like(given.beta), log_decay=torch.zeros_like(given.log_decay))
+
+
+def _cases() -> list[Case[Arguments]]:
+    several = [(1, 70), (12, 60)]
+    real: dict[str, Any] = {"sizes": [(300, 37), (1, 200), (129, 0), (1000, 64)], "heads": (16, 48), "dims": (128, 128)}
+    within = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+    def case(name: str, dtype: torch.dtype = torch.float32, planted: bool = False, **rest: Any) -> Case[Arguments]:
+        make = functools.partial(Arguments.random, dtype=dtype, **rest)
+        return Case(name, make, within[dtype], planted, compiled_only="dims" in rest)
+
+    return [
+        case("several sequences", sizes=several, heads=(2, 4), planted=True),
+        case("more than a block", sizes=[(150, 37)]),
+        case("float16", sizes=[(20, 50)], dtype=torch.float16),
+        Case("a token that forgets all", _forgetful, within[torch.float32]),
+        Case("one key again and again", _repeated, within[torch.float32]),
+        *(case(f"heads of 128, {dtype}".replace("torch.", ""), dtype, **real) for dtype in within),
+    ]
+
+
+def _one_later(x: torch.Tensor) -> torch.Tensor:
+    return x.roll(1, 0)
+
+
+#: Faults by name.
+CONTROLS: Mapping[str, Callable[[Arguments], Arguments]] = {
+    "q and k swapped": lambda given: replace(given, q=given.k, k=given.q),
+    "heads of keys swapped": lambda given: replace(given, k=given.k.flip(1)),
+    "values rounded": lambda given: replace(given, v=given.v.bfloat16().to(given.v.dtype)),
+    "beta one token late": lambda given: replace(given, beta=_one_later(given.beta)),
+    "decay one token late": lambda given: replace(given, log_decay=_one_later(given.log_decay)),
+    "decay left out": lambda given: replace(given, log_decay=torch.zeros_like(given.log_decay)),
+    "S not read": lambda given: replace(given, memory=tuple(map(torch.zeros_like, given.memory))),
+    "S of another sequence": lambda given: replace(given, memory=(*given.memory[1:], given.memory[0])),
+}
+
+KERNEL = Kernel(
+    name="gated_delta_rule",
+    run=lambda given: given.results(gated_delta_rule),
+    reference=lambda given: given.results(reference),
+    cases=_cases(),
+    controls=CONTROLS,
+    bodies=lambda: [_bodies().prepare, _bodies().advance, _bodies().step],
+)
