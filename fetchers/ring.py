@@ -162,15 +162,10 @@ class Ring:
         What has ended counts as in flight until it is looked for. Whatever the ring does next carries this on first.
         """
         reading = self._open(plan, progress, descriptors, buffer)
-        try:
+        with contextlib.suppress(OSError):  # it can't be carried on then, and that shows when it is finished
             self._fill(reading)
             self._enter(0)
             reading.intact = True
-        except OSError:
-            pass  # it can't be carried on, and that shows when it is finished
-        finally:
-            if not reading.intact:
-                self._drain()
         return reading
 
     def finish(self, reading: Reading) -> bool:

@@ -155,6 +155,85 @@ def test_closing_twice_is_harmless(library: Library) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+# --- begun now, finished later ---------------------------------------------------------------------------------------
+
+
+class Begun:
+    """Rows that were begun, with their buffer and progress."""
+
+    def __init__(self, ring: Ring, files: FileSet, rows: np.ndarray) -> None:
+        self.rows, plan = rows, plan_of(rows)
+        self.buffer: Bytes = np.zeros(plan.buffer_bytes, np.uint8)
+        self.progress = Progress(plan, files, Alignment())
+        self.reading = ring.begin(plan, self.progress, np.array(files.descriptors, np.int32), self.buffer)
+
+    def check(self) -> None:
+        assert self.progress.failure is None
+        np.testing.assert_array_equal(self.buffer.reshape(-1, ROW), CONTENT.reshape(-1, ROW)[self.rows])
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 64, 700])
+def test_what_was_begun_takes_one_more_call(ring: Ring, library: Library, files: FileSet, count: int) -> None:
+    begun = Begun(ring, files, scattered(count))
+    assert library.submitted == [min(count, 64)]
+    assert ring._in_flight() == min(count, 64)
+    assert ring.finish(begun.reading)
+    begun.check()
+    assert not ring._under_way()
+    assert begun.reading.stats.reads == count
+    if 0 < count <= 64:
+        assert library.submitted == [count, 0]
+
+
+def test_whatever_comes_next_carries_it_on(ring: Ring, files: FileSet) -> None:
+    first, second = Begun(ring, files, scattered(300)), Begun(ring, files, scattered(20, 1))
+    first.check()
+    Reading(ring, files, scattered(300, 2)).check()
+    second.check()
+    assert ring.finish(second.reading)
+    assert ring.finish(first.reading)
+
+
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN, errno.EBUSY])
+def test_a_begin_that_submits_nothing_is_made_good(ring: Ring, library: Library, files: FileSet, code: int) -> None:
+    library.answers = [-code]
+    begun = Begun(ring, files, scattered(16))
+    assert ring.finish(begun.reading)
+    begun.check()
+
+
+@pytest.mark.parametrize("when", ["begin", "finish"])
+def test_a_refusal_shows_when_it_is_finished(ring: Ring, library: Library, files: FileSet, when: str) -> None:
+    if when == "begin":
+        library.answers = [-errno.ENXIO]
+    begun = Begun(ring, files, scattered(16))
+    if when == "finish":
+        library.answers = [-errno.ENXIO]
+    assert not ring.finish(begun.reading)
+    assert not ring._under_way()
+    Reading(ring, files, scattered(300, 1)).check()
+
+
+@pytest.mark.parametrize("end", ["read", "close"])
+def test_an_interrupted_begin_is_waited_for_by_what_comes_next(library: Library, files: FileSet, end: str) -> None:
+    ring = Ring(64)
+
+    def interrupt(descriptor: int, submit: int, wait: int, flags: int, _: None) -> int:
+        library.real.io_uring_enter(descriptor, submit, 0, flags, None)
+        raise KeyboardInterrupt
+
+    library.answers = [interrupt]
+    with pytest.raises(KeyboardInterrupt):
+        Begun(ring, files, scattered(16))
+    assert ring._reading is not None
+    if end == "read":
+        Reading(ring, files, scattered(300, 1)).check()
+        assert ring._reading is None
+    before = len(library.submitted)
+    ring.close()
+    assert (len(library.submitted) > before) == (end == "close")
+
+
 # --- what a kernel may answer ----------------------------------------------------------------------------------------
 
 

@@ -162,11 +162,11 @@ def test_rows_through_the_page_cache_are_brought_there_at_once(
 
 def test_the_time_in_between_is_not_counted_as_time_in_gathers(double: LazyTable) -> None:
     started = double.start(STEP)
-    time.sleep(0.05)
+    time.sleep(0.3)
     started.rows()
     stats = double.stats()
     assert (stats.gathers, stats.rows, stats.reads) == (1, 8, 6)
-    assert stats.wall_s < 0.05
+    assert stats.wall_s < 0.3
 
 
 # --- other threads, forks --------------------------------------------------------------------------------------------
@@ -485,14 +485,14 @@ def test_it_is_recorded_and_traced(spec: TableSpec, made: MadeTable, tmp_path: P
     path = tmp_path / "trace.npz"
     with open_table(spec, mode="on-direct", direct_io="on", row_cache=0, wrap=traced) as table, table.record(path):
         started = table.start(STEP)
-        time.sleep(0.02)
+        time.sleep(0.3)
         check(started, made, STEP)
         check(table.start([3]), made, [3])
     trace = np.load(path)
     np.testing.assert_array_equal(trace["row_ids"], [*STEP.ravel(), 3])
     np.testing.assert_array_equal(trace["lengths"], [8, 1])
     np.testing.assert_array_equal(trace["gathers"]["unique_rows"], [6, 1])
-    assert trace["gathers"]["seconds"][0] < 0.02 <= trace["reads"]["seconds"][0]
+    assert trace["gathers"]["seconds"][0] < 0.3 <= trace["reads"]["seconds"][0]
     np.testing.assert_array_equal(trace["reads"]["windows"], trace["gathers"]["reads"])
     assert trace["gathers"]["reads"][0] >= 4  # neighbours share one
 
