@@ -11,6 +11,7 @@
       NeverFits       (ValueError)    a request larger than its budget can ever hold; names the setting to change
       NotCold         (RuntimeError)  a measurement whose cold start could not be proved
       RunsDifferError (RuntimeError)  two ways of reading that gave different bytes, so that no figure counts
+      RunFailed       (RuntimeError)  a command of a comparison that failed, or that gave no figures
       Cancelled       (RuntimeError)  a ticket whose rows were given up before they were taken
 
 Each also inherits the builtin in brackets, so that callers who do not know this package can catch it.
@@ -28,6 +29,7 @@ __all__ = [
     "PromptError",
     "ReadError",
     "RowIndexError",
+    "RunFailed",
     "RunsDifferError",
     "SettingError",
     "TableError",
@@ -77,6 +79,10 @@ class NotCold(LazyIOError, RuntimeError):
 
 class RunsDifferError(LazyIOError, RuntimeError):
     """Two arms of a measurement gave different bytes, or wrong ones, so that none of the figures means anything."""
+
+
+class RunFailed(LazyIOError, RuntimeError):
+    """A command of a comparison that failed, took too long, or gave no figures; the message has what it said last."""
 
 
 class ReadError(LazyIOError, OSError):

@@ -16,6 +16,7 @@ from lazyio.bench.bound import bound_of_run
 from lazyio.bench.figures import ratio, short
 from lazyio.bench.runs import Arm, Mark, Run, Yardstick
 from lazyio.bench.summary import SectionSummary, summarise
+from lazyio.bench.turns import in_turn
 from lazyio.bench.watch import Watch
 
 #: Measurements of a yardstick next to each other that differ by more than this factor make a round unsteady.
@@ -49,15 +50,8 @@ class Repeat:
 
 
 def order(arms: Sequence[Arm], twice: Arm, number: int) -> list[Turn]:
-    """The turns of round `number`, counted from 0: reversed in every other round.
-
-    The second run of `twice` stands at the end of the round that is farther from the first, so that the noise it shows
-    has the drift of a whole round in it.
-    """
-    turns = [Turn(arm) for arm in arms]
-    again = Turn(twice, again=True)
-    turns = [again, *turns] if arms.index(twice) >= len(arms) / 2 else [*turns, again]
-    return turns[::-1] if number % 2 else turns
+    """The turns of round `number`, counted from 0; `twice` is the arm that shows the noise."""
+    return [Turn(arm, again) for arm, again in in_turn(arms, twice, number)]
 
 
 class Section:
