@@ -31,6 +31,8 @@ _NIBBLES = {
 #: Stored types (`TableSpec.dtype`) that have a kernel and a reference; `LazyTable.decode` has others too, on the CPU.
 SUPPORTED = frozenset({*_FLOATS, *_BYTES, *_NIBBLES, "Q8_0", *EXL3_TYPES})
 
+# The reference rounds products before it adds to them.
+_COMPILED = {"enable_fp_fusion": False}
 # Values that a program makes. Tuned on an H200.
 _TILE_VALUES = 4096
 
@@ -71,8 +73,7 @@ def expand_rows(
         UNITS=units,
         SCALED=scale is not None,
         BIASED=bias is not None,
-        # The reference rounds products before it adds to them.
-        enable_fp_fusion=False,
+        **_COMPILED,
     )
 
 

@@ -90,6 +90,19 @@ def test_the_kernel_is_the_reference(stored: str, device: torch.device):
             assert same(run(expand_rows, given, torch.bfloat16), run(reference, given, torch.bfloat16))
 
 
+@pytest.mark.parametrize("stored", ["F8_E4M3", "F8_E5M2", "MXFP4"])
+def test_every_first_byte(stored: str, device: torch.device):
+    """Every code of a float, every exponent of a block."""
+    packed = torch.full((256, TYPES[stored].block_bytes), 0x7B, dtype=torch.uint8, device=device)
+    packed[:, 0] = torch.arange(256)
+    inverse = torch.arange(256, device=device)
+    out, wanted = torch.empty(2, 256, TYPES[stored].block_values, device=device)
+    expand_rows(packed, inverse, stored, out)
+    reference(packed, inverse, stored, wanted)
+    assert same(out, wanted)
+    assert same(wanted.cpu(), torch.from_numpy(decode(packed.cpu().numpy(), stored)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", STORED)
 def test_the_kernel_is_the_reference_for_many_rows(stored: str):
@@ -220,7 +233,7 @@ for stored in sys.argv[1:]:
         {name: types.get(name, "constexpr") for name in body.arg_names},
         {(body.arg_names.index(name),): value for name, value in constants.items()},
     )
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=expand_rows._COMPILED)
     print(json.dumps([stored, compiled.asm["ptx"]]))
 """
 
