@@ -164,6 +164,29 @@ def test_halves_are_near(saved: Callable[[str], tuple[Any, Path]]) -> None:
         assert (logits - pair.expected(tokens)).abs().mean() < 0.1
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["qwen4_exp", "gemma4"])
+def test_on_a_gpu_modes_change_no_bit_and_logits_are_near(
+    name: str, saved: Callable[[str], tuple[Any, Path]], agree: Callable[..., None]
+) -> None:
+    pair, folder = saved(name)
+    tokens = pair.tokens(40)
+    first: torch.Tensor | None = None
+    for mode, lookahead in (("off", 0), ("off", 2), ("on", 2), ("uring", 0), ("uring", 3)):
+        with LLM(folder, device="cuda", dtype="float32", lazy_mode=mode, lookahead=lookahead, ubatch=7) as llm:
+            logits = llm.logits(tokens)
+            (completion,) = llm.generate(tokens, max_tokens=6)
+        first = logits if first is None else first
+        assert torch.equal(logits, first)
+        assert completion.token_ids == greedy(pair, tokens, 6)
+        assert len(completion.account.steps_waited_s) == 5
+        assert completion.account.shares.keys() == {"rows", "compute", "host"}
+        assert sum(completion.account.shares.values()) == pytest.approx(1)
+    assert first is not None
+    agree(first, pair.expected(tokens))
+
+
 # --- replies ---------------------------------------------------------------------------------------------------------
 
 
