@@ -135,7 +135,8 @@ def _replace(
     except BaseException:
         opened.close()
         raise
-    model.__class__ = _lazy(type(model))
+    plain: Any = type(model)
+    model.__class__ = _lazy(plain)
     if device is None and dtype is None:
         return model
     return model.to(device=device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
