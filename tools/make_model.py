@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn, TransferSpeedColumn
 
 # In a checkout that is not installed, the package lies beside this folder; one that is installed comes first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -76,7 +78,10 @@ def make_model(
         plan = plan_model(arch, size, layers=layers, rows=rows, seed=seed)
         options = _options(chosen, plan, size, stored=stored, shards=shards, parts=parts, no_trunk=no_trunk)
         write = write_gguf if chosen is Format.gguf else write_folder
-        paths = write(plan, out, trunk=trunk or _TRUNKS[size], overwrite=force, **options)
+        with _progress_bar() as bar:
+            task = bar.add_task("", total=None)
+            options["progress"] = lambda written: bar.update(task, completed=written)
+            paths = write(plan, out, trunk=trunk or _TRUNKS[size], overwrite=force, **options)
     except LazyIOError as error:
         typer.echo(f"make_model: error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -111,6 +116,12 @@ def _options(
 def _refuse(option: str, given: bool, why: str) -> None:
     if given:
         raise SettingError(f"{option} can't be followed: {why}; leave it out")
+
+
+def _progress_bar() -> Progress:
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _report(plan: Plan, paths: tuple[Path, ...], seconds: float) -> str:
