@@ -1,7 +1,7 @@
 """Packed rows in, values out, in the order asked: dequantises and expands in one pass.
 
 `expand_rows` launches the GPU's bodies, which are in row_bodies.py. `reference` does the same in plain torch, on any
-device and without Triton. `CONTROLS` are the faults that a comparison of the two must see.
+device and without Triton.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lazyio.errors import TableError, Unsupported
+from lazyio.kernels.contract import Case, Kernel, bodies
 from lazyio.ple.dtypes import EXL3_TYPES, TYPES
 
 # As torch sees what is stored value by value.
@@ -58,8 +59,7 @@ def expand_rows(
     _check(packed, inverse, stored, out, bias, head)
     if not len(inverse):
         return
-    bodies = _bodies()
-    body, decode, width, unit_values = _body(bodies, stored, out.shape[1])
+    body, decode, width, unit_values = _body(_bodies(), stored, out.shape[1])
     source = packed.view(_LOADED.get(stored, torch.uint8))
     words = packed.view(torch.uint16) if _word_bytes(stored) == 2 else packed
     units = _TILE_VALUES // unit_values
@@ -156,26 +156,19 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} with strides {list(tensor.stride())}"
 
 
-@functools.cache
 def _bodies() -> Any:
-    try:
-        from lazyio.kernels import row_bodies
-    except ImportError as error:
-        raise Unsupported(
-            f"the row kernel needs Triton, which can't be imported ({error}): install triton, or decode on the CPU"
-        ) from error
-    return row_bodies
+    return bodies("row_bodies", "the row kernel")
 
 
-def _body(bodies: Any, stored: str, row_values: int) -> tuple[Any, Any, int, int]:
+def _body(module: Any, stored: str, row_values: int) -> tuple[Any, Any, int, int]:
     """The body of a type, what it decodes with, its WIDTH, and the values of a unit."""
     if stored in EXL3_TYPES:
-        return bodies.exl3, int(stored.removeprefix("EXL3_K")), 8, 8
+        return module.exl3, int(stored.removeprefix("EXL3_K")), 8, 8
     if stored in _NIBBLES:
-        return bodies.two_planes, getattr(bodies, stored.lower()), _NIBBLES[stored], 32
-    decode = bodies.floats if stored in ("F32", "F16") else getattr(bodies, stored.lower())
+        return module.two_planes, getattr(module, stored.lower()), _NIBBLES[stored], 32
+    decode = module.floats if stored in ("F32", "F16") else getattr(module, stored.lower())
     width = math.gcd(row_values, 32)
-    return bodies.one_plane, decode, width, width
+    return module.one_plane, decode, width, width
 
 
 def _values(packed: torch.Tensor, stored: str) -> torch.Tensor:
@@ -276,15 +269,24 @@ _BLOCKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _exl3(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    ring = packed[:, 2:].int()
     first_bit = torch.arange(160, device=packed.device) * bits
-    byte = first_bit // 8
-    pairs = ring[:, byte] | ring[:, (byte + 1).clamp(max=ring.shape[1] - 1)] << 8
-    codes = pairs >> (first_bit % 8).int() & (1 << bits) - 1
+    byte, shift = first_bit // 8, (first_bit % 8).int()
+    following = (byte + 1).clamp(max=20 * bits - 1)
+    # Temporaries of so many rows stay in the processor's caches.
+    return torch.cat([_ring_values(rows, byte, following, shift, bits) for rows in torch.split(packed, 1024)])
+
+
+def _ring_values(
+    packed: torch.Tensor, byte: torch.Tensor, following: torch.Tensor, shift: torch.Tensor, bits: int
+) -> torch.Tensor:
+    ring = packed[:, 2:]
+    pairs = ring.index_select(1, byte).int() | ring.index_select(1, following).int() << 8
+    codes = pairs >> shift & (1 << bits) - 1
     states = codes
     for back in range(1, -(-16 // bits)):
         states = states | codes.roll(back, 1) << back * bits
-    return _codebook(packed.device)[states & 0xFFFF] * _half(packed[:, :2])
+    chosen = _codebook(packed.device).index_select(0, (states & 0xFFFF).flatten())
+    return chosen.view(-1, 160) * _half(packed[:, :2])
 
 
 @functools.cache
@@ -306,6 +308,26 @@ class Arguments:
     scale: float | None = None
     bias: torch.Tensor | None = None
     head: torch.Tensor | None = None
+
+    @classmethod
+    def random(cls, device: torch.device, seed: int, stored: str, rows: int = 13, n: int = 33) -> Arguments:
+        """Any bytes, and so any codes, scales and signs, infinite and subnormal ones among them; three heads."""
+        # So many values that rows are no power of two of units, and their bytes often an odd multiple of 2.
+        values = {1: 24, 32: 160, 160: 160, 256: 512}[TYPES[stored].block_values]
+        made = torch.Generator().manual_seed(seed)
+        packed = torch.randint(256, (rows, TYPES[stored].row_bytes(values)), generator=made, dtype=torch.uint8)
+        inverse, head = torch.randint(rows, (n,), generator=made), torch.randint(3, (n,), generator=made)
+        bias = torch.randn(3, values, generator=made).to(device)
+        return cls(packed.to(device), inverse.to(device), stored, 0.3, bias, head.to(device))
+
+    def results(self, function: Callable[..., None]) -> list[torch.Tensor]:
+        """What `expand_rows` or `reference` writes, as float32 and as float16."""
+        shape = (len(self.inverse), TYPES[self.stored].row_values(self.packed.shape[1]))
+        dtypes, device = (torch.float32, torch.float16), self.packed.device
+        outs = [torch.full(shape, math.nan, dtype=dtype, device=device) for dtype in dtypes]
+        for out in outs:
+            function(self.packed, self.inverse, self.stored, out, scale=self.scale, bias=self.bias, head=self.head)
+        return outs
 
 
 def _of_packed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Arguments], Arguments]:
@@ -332,3 +354,28 @@ CONTROLS: Mapping[str, Callable[[Arguments], Arguments]] = {
     "scale one step off": lambda given: replace(given, scale=(1.0 if given.scale is None else given.scale) * 1.0000002),
     "heads": _of_heads,
 }
+
+# One type of each body and of each way to decode that differs from the others in more than constants.
+_PLANTED = {"F16", "Q8_0", "IQ4_NL", "Q6_K", "EXL3_K1"}
+
+KERNEL = Kernel(
+    name="expand_rows",
+    run=lambda given: given.results(expand_rows),
+    reference=lambda given: given.results(reference),
+    cases=[
+        *(
+            Case(name, functools.partial(Arguments.random, stored=name), planted=name in _PLANTED)
+            for name in sorted(SUPPORTED)
+        ),
+        *(
+            Case(
+                f"{name}, many",
+                functools.partial(Arguments.random, stored=name, rows=29_000, n=32_768),
+                compiled_only=True,
+            )
+            for name in sorted(SUPPORTED)
+        ),
+    ],
+    controls=CONTROLS,
+    bodies=lambda: [_bodies().one_plane, _bodies().two_planes, _bodies().exl3],
+)
