@@ -126,11 +126,12 @@ def test_reads_are_under_way_before_they_are_waited_for(
             pytest.skip(str(refused))
         with table, monkeypatch.context() as patch:
             fetcher: Any = table._fetcher
-            started = table.start(STEP)
             patch.setattr(fetcher, "read", lambda *_: pytest.fail("it was read at the end"))
-            if mode == "uring":
-                assert fetcher._ring()._in_flight() >= 4  # neighbours share a read
-            check(started, made, STEP)
+            for _ in range(3):
+                started = table.start(STEP)
+                if mode == "uring":
+                    assert fetcher._ring()._in_flight() >= 4  # neighbours share a read
+                check(started, made, STEP)
 
 
 def test_mapped_rows_are_advised_at_once(spec: TableSpec, made: MadeTable, monkeypatch: pytest.MonkeyPatch) -> None:
