@@ -9,10 +9,13 @@ changed arguments is what a body with that fault would make of the right ones, a
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -56,9 +59,30 @@ class Resources:
     shared_bytes: int  # of a program
 
 
+@functools.cache
 def has_triton() -> bool:
-    """Whether kernels can be launched here at all."""
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def usable(device: torch.device) -> bool:
+    """Whether bodies can be launched on this device: a GPU of compute capability 8.0 or later, and Triton."""
+    return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Bodies that are imported for the first time within are run by Triton's interpreter, on the CPU."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
 
 
 def bodies(module: str, what: str) -> Any:

@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Chunk:
     """Tokens [start, start + length) of q, k and v: they follow on the `before` tokens of their sequence."""
 
     start: int
@@ -44,7 +44,7 @@ def gated_delta_rule(
     v: torch.Tensor,
     beta: torch.Tensor,
     log_decay: torch.Tensor,
-    spans: Sequence[Span],
+    chunks: Sequence[Chunk],
     memory: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """o [tokens, value_heads, value_dim] in v's dtype, on the current stream; never waits.
@@ -57,17 +57,17 @@ def gated_delta_rule(
     Matrices of bfloat16 are multiplied as such. float16 has no room for all factors: it is multiplied as float32.
     Raises Unsupported where Triton is missing, and for dimensions that have no kernel.
     """
-    _check(q, k, v, beta, log_decay, spans, memory)
+    _check(q, k, v, beta, log_decay, chunks, memory)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    work = _work(tuple(replace(span, before=span.before % BLOCK) for span in spans), q.device)
+    work = _work(tuple(replace(chunk, before=chunk.before % BLOCK) for chunk in chunks), q.device)
     shape = {
         **{"HEADS": v.shape[1], "EACH": v.shape[1] // k.shape[1], "KEY": k.shape[2], "VALUE": v.shape[2]},
         **{"Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "V_STRIDE": v.stride(0)},
     }
-    if work.chunks:
-        _follow((q, k, v), (beta, log_decay), work, [memory[i] for i in work.chunks], out, shape)
-    if work.steps:
-        _step((q, k, v), (beta, log_decay), work, [memory[i] for i in work.steps], out, shape)
+    if work.following:
+        _follow((q, k, v), (beta, log_decay), work, [memory[i] for i in work.following], out, shape)
+    if work.stepping:
+        _step((q, k, v), (beta, log_decay), work, [memory[i] for i in work.stepping], out, shape)
     return out
 
 
@@ -77,7 +77,7 @@ def reference(
     v: torch.Tensor,
     beta: torch.Tensor,
     log_decay: torch.Tensor,
-    spans: Sequence[Span],
+    chunks: Sequence[Chunk],
     memory: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """What `gated_delta_rule` does, token by token in float64 and on any device; `memory` may be float64 too."""
@@ -85,9 +85,9 @@ def reference(
     q, k = (unit(x.double()).repeat_interleave(each, 1) for x in (q, k))
     q, v, beta, decay = q * k.shape[2] ** -0.5, v.double(), beta.double(), log_decay.double().exp()
     out = torch.empty_like(v)
-    for span, kept in zip(spans, memory, strict=True):
+    for chunk, kept in zip(chunks, memory, strict=True):
         state = kept.double()
-        for t in range(span.start, span.start + span.length):
+        for t in range(chunk.start, chunk.start + chunk.length):
             state = state * decay[t, :, None, None]
             change = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
             state = state + k[t, :, :, None] * change[:, None, :]
@@ -120,33 +120,34 @@ _STEP = _Config(32, 4)
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Which spans have chunks and which have steps, and the bodies' tables of them."""
+    """Which chunks go from block to block, which end with a step, and the bodies' tables of both."""
 
-    chunks: tuple[int, ...]
+    following: tuple[int, ...]
     blocks: torch.Tensor
     sequences: torch.Tensor
-    steps: tuple[int, ...]
-    step_tokens: torch.Tensor
+    stepping: tuple[int, ...]
+    tokens: torch.Tensor
 
 
 # Tables on a GPU are the same for all layers, and for all steps of a batch.
 @functools.lru_cache(maxsize=256)
-def _work(spans: tuple[Span, ...], device: torch.device) -> _Work:
+def _work(chunks: tuple[Chunk, ...], device: torch.device) -> _Work:
     blocks: list[list[int]] = []
-    sequences, steps, chunks, stepping = [], [], [], []
-    for i, span in enumerate(spans):
-        stop = span.start + span.length
-        if span.length == 1 or (span.before + span.length) % BLOCK == 1:
+    sequences: list[list[int]] = []
+    following, stepping, tokens = [], [], []
+    for i, chunk in enumerate(chunks):
+        stop = chunk.start + chunk.length
+        if chunk.length == 1 or (chunk.before + chunk.length) % BLOCK == 1:
             stop -= 1
-            steps.append(stop)
             stepping.append(i)
-        if stop > span.start:
-            first = span.start - span.before % BLOCK
-            sequences.append([first, span.start, stop, len(blocks)])
-            chunks.append(i)
-            blocks += [[at, span.start, stop] for at in range(first, stop, BLOCK)]
-    tables = (_on(table, torch.int32, device) for table in (blocks, sequences, steps))
-    return _Work(tuple(chunks), next(tables), next(tables), tuple(stepping), next(tables))
+            tokens.append(stop)
+        if stop > chunk.start:
+            first = chunk.start - chunk.before % BLOCK
+            following.append(i)
+            sequences.append([first, chunk.start, stop, len(blocks)])
+            blocks += [[at, chunk.start, stop] for at in range(first, stop, BLOCK)]
+    blocks_on, sequences_on, tokens_on = (_on(table, torch.int32, device) for table in (blocks, sequences, tokens))
+    return _Work(tuple(following), blocks_on, sequences_on, tuple(stepping), tokens_on)
 
 
 def _places(memory: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -187,7 +188,7 @@ def _follow(
     )
     config = _config(dtype, out.device)
     part = min(config.part, shape["VALUE"])
-    _bodies().advance[(shape["VALUE"] // part, shape["HEADS"], len(work.chunks))](
+    _bodies().advance[(shape["VALUE"] // part, shape["HEADS"], len(work.following))](
         *(*qkv, solved, scores, factors, work.sequences, memory[0], _places(memory), out),
         **shape,
         PART=part,
@@ -206,8 +207,8 @@ def _step(
     shape: dict[str, int],
 ) -> None:
     part = min(_STEP.part, shape["VALUE"])
-    _bodies().step[(shape["VALUE"] // part, shape["HEADS"], len(work.steps))](
-        *(*qkv, *sides, work.step_tokens, memory[0], _places(memory), out),
+    _bodies().step[(shape["VALUE"] // part, shape["HEADS"], len(work.stepping))](
+        *(*qkv, *sides, work.tokens, memory[0], _places(memory), out),
         **shape,
         PART=part,
         num_warps=_STEP.warps,
@@ -232,7 +233,7 @@ def _check(
     v: torch.Tensor,
     beta: torch.Tensor,
     log_decay: torch.Tensor,
-    spans: Sequence[Span],
+    chunks: Sequence[Chunk],
     memory: Sequence[torch.Tensor],
 ) -> None:
     if not supports(k.shape[2], v.shape[2]) or v.dtype not in _DTYPES:
@@ -252,8 +253,8 @@ def _check(
         assert x.is_contiguous(), "beta, log decay and S are contiguous"
     assert all(one.shape == (heads, k.shape[2], value_dim) for one in memory), "S is [value_heads, key_dim, value_dim]"
     assert len({x.device for x in (q, k, v, beta, log_decay, *memory)}) == 1, "tensors are on different devices"
-    assert len(spans) == len(memory) > 0, "a span has one S"
-    assert sum(span.length for span in spans) == tokens, "spans have all tokens"
+    assert len(chunks) == len(memory) > 0, "every chunk has its S"
+    assert sum(chunk.length for chunk in chunks) == tokens, "chunks have all tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,7 @@ class Arguments:
     v: torch.Tensor
     beta: torch.Tensor
     log_decay: torch.Tensor
-    spans: tuple[Span, ...]
+    chunks: tuple[Chunk, ...]
     memory: tuple[torch.Tensor, ...]
 
     @classmethod
@@ -280,9 +281,9 @@ class Arguments:
     ) -> Arguments:
         """Sequences by their tokens here and before, one after the other; heads and dimensions of keys and values."""
         made = torch.Generator(device).manual_seed(seed)
-        spans, tokens = [], 0
+        chunks, tokens = [], 0
         for length, before in sizes:
-            spans.append(Span(tokens, length, before))
+            chunks.append(Chunk(tokens, length, before))
             tokens += length
 
         def normal(*shape: int) -> torch.Tensor:
@@ -294,12 +295,12 @@ class Arguments:
         q, k, v = (x.view(tokens, *of) for x, *of in zip(parts, counts, widths, strict=True))
         beta, log_decay = normal(tokens, heads[1]).sigmoid(), -0.1 * normal(tokens, heads[1]).abs()
         memory = tuple(normal(heads[1], *dims) / dims[0] ** 0.5 for _ in sizes)
-        return cls(q, k, v, beta, log_decay, tuple(spans), memory)
+        return cls(q, k, v, beta, log_decay, tuple(chunks), memory)
 
     def results(self, function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         """What `gated_delta_rule` or `reference` makes of them: outputs, and S of each sequence."""
         memory = [one.clone() for one in self.memory]
-        return [function(self.q, self.k, self.v, self.beta, self.log_decay, self.spans, memory), *memory]
+        return [function(self.q, self.k, self.v, self.beta, self.log_decay, self.chunks, memory), *memory]
 
 
 def _forgetful(device: torch.device, seed: int) -> Arguments:

@@ -84,6 +84,24 @@ def inspect(
         show(tables, Console(highlight=False))
 
 
+kernels = typer.Typer(help="The GPU's kernels.", no_args_is_help=True)
+app.add_typer(kernels, name="kernels")
+
+
+@kernels.command("check")
+def check_kernels(
+    only: Annotated[str | None, typer.Option(metavar="NAME", help="Check this kernel alone.")] = None,
+    interpret: Annotated[bool, typer.Option("--interpret", help="Small cases, on the CPU, without a GPU.")] = False,
+) -> None:
+    """Compare every kernel with its reference on this machine's GPU; exit with 1 if one differs or misses a fault."""
+    from rich.console import Console
+
+    from lazyio.kernels.check import check_all
+
+    if not check_all(only, interpret, Console(highlight=False)):
+        raise typer.Exit(1)
+
+
 app.command()(bench)
 app.command()(bench_engine)
 app.command()(run)

@@ -15,6 +15,8 @@ from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import rms
 from lazyio.engine.state import Composite, Recent, Recurrent
 from lazyio.engine.ubatch import Span, Ubatch
+from lazyio.kernels.contract import usable
+from lazyio.kernels.gated_delta_rule import Chunk, gated_delta_rule, supports
 
 _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
 
@@ -78,28 +80,46 @@ class GatedDeltaNet(nn.Module):
         mixed = self.in_proj_qkv(x)
         beta = self.in_proj_b(x).float().sigmoid()
         log_decay = -self.A_log.float().exp() * functional.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
-        outputs = []
-        for spans in _together(ubatch.spans):
-            here = slice(spans[0].start, spans[-1].here.stop)
-            pieces = [span.state.pieces[self] for span in spans]
-            q, k, v = self._heads(pieces, mixed[here])
-            tokens = Tokens(q, k, v, beta[here], log_decay[here])
-            outputs.append(_follow(pieces, tokens, spans[0].before))
-        found = torch.cat(outputs).to(x.dtype)
+        together = list(_together(ubatch.spans))
+        q, k, v = self._heads(torch.cat([self._convolved(spans, mixed) for spans in together]))
+        if usable(x.device) and supports(self._key_dim, self._value_dim):
+            memory = [span.state.pieces[self].memory.value for span in ubatch.spans]
+            of_each = [Chunk(span.start, span.length, span.before) for span in ubatch.spans]
+            found = gated_delta_rule(q, k, v, beta, log_decay, of_each, memory)
+        else:
+            q, k = _unit(q.float()) * self._key_dim**-0.5, _unit(k.float())
+            each = self._value_heads // self._key_heads
+            q, k = q.repeat_interleave(each, 1), k.repeat_interleave(each, 1)
+            tokens = Tokens(q, k, v.float(), beta, log_decay)
+            found = torch.cat([self._follow(spans, tokens) for spans in together]).to(x.dtype)
         gated = self.norm(found, self.in_proj_z(x).view(found.shape))
         y: torch.Tensor = self.out_proj(gated.flatten(1))
         return y
 
-    def _heads(self, pieces: list[DeltaState], mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v of the next tokens of each sequence, as many of each: float32 [tokens, value_heads, ...]."""
-        inputs = mixed.view(len(pieces), -1, self._channels)
-        windows = torch.stack([piece.inputs.extend(new) for piece, new in zip(pieces, inputs, strict=True)])
-        convolved = functional.silu(self.conv1d(windows)).reshape(-1, self._channels).float()
+    def _convolved(self, spans: list[Span], mixed: torch.Tensor) -> torch.Tensor:
+        """[q | k | v] of the tokens of these sequences, as many of each: [tokens, channels]."""
+        inputs = mixed[spans[0].start : spans[-1].here.stop].view(len(spans), -1, self._channels)
+        recent = [span.state.pieces[self].inputs for span in spans]
+        windows = torch.stack([piece.extend(new) for piece, new in zip(recent, inputs, strict=True)])
+        return functional.silu(self.conv1d(windows)).reshape(-1, self._channels)
+
+    def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k [tokens, key_heads, key_dim] and v [tokens, value_heads, value_dim], as they are."""
         of_qk = 2 * self._key_heads * self._key_dim
-        q, k = _unit(convolved[:, :of_qk].reshape(-1, 2, self._key_heads, self._key_dim)).unbind(1)
-        each = self._value_heads // self._key_heads
-        q, k = (q * self._key_dim**-0.5).repeat_interleave(each, 1), k.repeat_interleave(each, 1)
+        q, k = convolved[:, :of_qk].reshape(-1, 2, self._key_heads, self._key_dim).unbind(1)
         return q, k, convolved[:, of_qk:].reshape(-1, self._value_heads, self._value_dim)
+
+    def _follow(self, spans: list[Span], tokens: Tokens) -> torch.Tensor:
+        """The delta rule over tokens of one sequence, or one token of each of several: [tokens, value_heads, dim]."""
+        here = tokens[spans[0].start : spans[-1].here.stop]
+        memory = [span.state.pieces[self].memory for span in spans]
+        if len(spans) == 1:
+            outputs, memory[0].value = follow(here, spans[0].before, memory[0].value)
+            return outputs
+        outputs, values = step(here, torch.stack([one.value for one in memory]))
+        for one, value in zip(memory, values, strict=True):
+            one.value = value
+        return outputs
 
 
 class Convolution(nn.Module):
@@ -137,18 +157,6 @@ def _together(spans: Sequence[Span]) -> Iterator[list[Span]]:
     for alone, some in groupby(spans, lambda span: span.length == 1):
         row = list(some)
         yield from [row] if alone else ([span] for span in row)
-
-
-def _follow(pieces: list[DeltaState], tokens: Tokens, before: int) -> torch.Tensor:
-    """The delta rule over the tokens of one sequence, or one token of each of several: [tokens, value_heads, dim]."""
-    if len(pieces) == 1:
-        memory = pieces[0].memory
-        outputs, memory.value = follow(tokens, before, memory.value)
-        return outputs
-    outputs, memories = step(tokens, torch.stack([piece.memory.value for piece in pieces]))
-    for piece, value in zip(pieces, memories, strict=True):
-        piece.memory.value = value
-    return outputs
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
