@@ -269,15 +269,24 @@ _BLOCKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _exl3(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    ring = packed[:, 2:].int()
     first_bit = torch.arange(160, device=packed.device) * bits
-    byte = first_bit // 8
-    pairs = ring[:, byte] | ring[:, (byte + 1).clamp(max=ring.shape[1] - 1)] << 8
-    codes = pairs >> (first_bit % 8).int() & (1 << bits) - 1
+    byte, shift = first_bit // 8, (first_bit % 8).int()
+    following = (byte + 1).clamp(max=20 * bits - 1)
+    # Temporaries of so many rows stay in the processor's caches.
+    return torch.cat([_ring_values(rows, byte, following, shift, bits) for rows in torch.split(packed, 1024)])
+
+
+def _ring_values(
+    packed: torch.Tensor, byte: torch.Tensor, following: torch.Tensor, shift: torch.Tensor, bits: int
+) -> torch.Tensor:
+    ring = packed[:, 2:]
+    pairs = ring.index_select(1, byte).int() | ring.index_select(1, following).int() << 8
+    codes = pairs >> shift & (1 << bits) - 1
     states = codes
     for back in range(1, -(-16 // bits)):
         states = states | codes.roll(back, 1) << back * bits
-    return _codebook(packed.device)[states & 0xFFFF] * _half(packed[:, :2])
+    chosen = _codebook(packed.device).index_select(0, (states & 0xFFFF).flatten())
+    return chosen.view(-1, 160) * _half(packed[:, :2])
 
 
 @functools.cache
