@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,9 @@ from lazyio.bench.abba.plan import differences
 from lazyio.errors import SettingError
 
 _FORMAT = 1
+_TOLD = 6  # changes that an error names
+_ATTEMPTS = 10  # to lock the file
+_PAUSE_S = 0.1
 _BEGINNING = b'{"event": "plan", "format": '
 
 
@@ -79,9 +83,10 @@ class Journal:
             if not events:
                 self._add("plan", format=_FORMAT, plan=plan)
             elif changed := differences(events[0]["plan"], plan):
+                more = f"; and {len(changed) - _TOLD} more" if len(changed) > _TOLD else ""
                 raise SettingError(
-                    f"{path} has the figures of another definition: {'; '.join(changed)}; undo that, or give another "
-                    "--state"
+                    f"{path} has the figures of another definition: {'; '.join(changed[:_TOLD])}{more}; undo that, or "
+                    "give another --state"
                 )
             for event in events[1:]:
                 self._take(event)
@@ -125,13 +130,15 @@ class Journal:
         self._note("again", cell=cell)
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingError(
-                f"{self.path} is in use: by another measurement, or by a command that one which was killed has left "
-                "running; wait for its end, or end it"
-            ) from None
+        for _ in range(_ATTEMPTS):
+            try:
+                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_PAUSE_S)  # what was just killed takes a moment to be gone
+        raise SettingError(
+            f"{self.path} is in use: by another measurement, or by a command that one which was killed has left "
+            "running; wait for its end, or end it"
+        )
 
     def _events(self) -> list[dict[str, Any]]:
         content = self.path.read_bytes()

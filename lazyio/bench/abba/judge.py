@@ -100,9 +100,10 @@ def noise_of(again: Paired) -> float:
 def verdict_of(paired: Paired, noise: float) -> str:
     """What the ratios of an arm say beside the noise."""
     two_se = float("inf") if paired.two_se is None else paired.two_se
-    if paired.mean + two_se < 1 - noise:
+    shift = paired.mean - 1
+    if -shift - two_se > noise:
         return SLOWER
-    return FASTER if paired.mean - two_se > 1 + noise else WITHIN
+    return FASTER if shift - two_se > noise else WITHIN
 
 
 def times_as_fast(metric: Metric, values: Sequence[float], reference: Sequence[float]) -> Paired | None:

@@ -93,10 +93,10 @@ def differences(old: Any, new: Any) -> list[str]:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         for key, below in value.items():
             yield from _leaves(f"{name}.{key}" if name else key, below)
-    else:
+    elif value is not None:
         yield name, repr(value)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import IO, Any
 
 from lazyio.bench.abba.plan import OUT_FILE
@@ -22,6 +22,7 @@ from lazyio.errors import RunFailed
 OUT_VARIABLE = "ABBA_OUT"
 _LAST_BYTES = 2000  # of what a failed command said
 _LONGEST_BYTES = 256 << 20  # of a document
+_LAUNCH_S = 20.0  # for a process to be made
 #: Seconds that a command which takes too long is given to end by itself, before it is ended.
 GRACE_S = 5.0
 
@@ -70,29 +71,17 @@ def _run(
     complained: IO[bytes],
 ) -> float:
     """Seconds that a command took which ended with status 0. Nothing that it started in its session outlives it."""
-    start = time.perf_counter()
+    child = _Child(words, env, keep, said, complained)
     try:
-        process = subprocess.Popen(
-            words,
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=complained,
-            start_new_session=True,
-            pass_fds=(keep,),
-        )
-    except OSError as error:
-        raise RunFailed(f"can't run {_line(words)}: {error.strerror or error}") from None
-    waiting = _Waiting(process.pid)
-    try:
-        in_time = waiting.ended(timeout_s)
+        child.start()
+        in_time = child.ended(timeout_s)
         if not in_time:
-            _signal_group(process.pid, signal.SIGTERM)
-            waiting.ended(GRACE_S)
+            child.signal(signal.SIGTERM)
+            child.ended(GRACE_S)
     finally:
-        # Its number is not given to another process before it is waited for.
-        _signal_group(process.pid, signal.SIGKILL)
-        status = process.wait()
+        status = child.collect()
+    if isinstance(status, OSError):
+        raise RunFailed(f"can't run {_line(words)}: {status.strerror or status}")
     if not in_time:
         raise RunFailed(f"{_line(words)} took longer than {timeout_s:,.1f} s and was ended{_last(said, complained)}")
     if status:
@@ -102,31 +91,68 @@ def _run(
             else f"ended with status {status}"
         )
         raise RunFailed(f"{_line(words)} {how}{_last(said, complained)}")
-    return waiting.end - start
+    return child.wall_s
 
 
-class _Waiting:
-    """Waits for a process in a thread, so that its end is noticed at once and a wait can still be cut short."""
+class _Child:
+    """A process, started and waited for in a thread.
 
-    def __init__(self, pid: int) -> None:
-        self.end = 0.0
-        self._thread = Thread(target=self._wait, args=(pid,), name="abba-wait", daemon=True)
+    So its end is noticed at once, a wait can be cut short, and an interrupt, which reaches the main thread alone, never
+    comes between the process and its being known.
+    """
+
+    def __init__(
+        self, words: Sequence[str], env: Mapping[str, str], keep: int, said: IO[bytes], complained: IO[bytes]
+    ) -> None:
+        self._words, self._env, self._keep = words, {**os.environ, **env}, keep
+        self._said, self._complained = said, complained
+        self._thread = Thread(target=self._run, name="abba-child", daemon=True)
+        self._launched, self._over = Event(), Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refused: OSError | None = None
+        self._begun = False
+        self.wall_s = 0.0
+
+    def start(self) -> None:
+        self._begun = True
         self._thread.start()
 
     def ended(self, timeout_s: float | None) -> bool:
-        """Whether the process ended within that time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Whether the process ended within that time, or never was one."""
+        return self._over.wait(timeout_s)
 
-    def _wait(self, pid: int) -> None:
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        self.end = time.perf_counter()
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and all that it started in its session."""
+        if self._begun and self._launched.wait(_LAUNCH_S) and self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
 
+    def collect(self) -> int | OSError | None:
+        """End what is left of it; its status, or why there never was a process; None where it was not begun."""
+        # The number of a process is not given to another one before it was waited for here.
+        self.signal(signal.SIGKILL)
+        return self._process.wait() if self._process is not None else self._refused
 
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
+    def _run(self) -> None:
+        start = time.perf_counter()
+        try:
+            self._process = subprocess.Popen(
+                self._words,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._complained,
+                start_new_session=True,
+                pass_fds=(self._keep,),
+            )
+            self._launched.set()
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        except OSError as error:
+            self._refused = error
+        self.wall_s = time.perf_counter() - start
+        self._launched.set()
+        self._over.set()
 
 
 def _document(path: Path) -> dict[str, Any] | None:
