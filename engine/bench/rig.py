@@ -44,6 +44,7 @@ class PromptRun:
     stats: TableStats
     counters: Counters
     backend: Backend
+    logits: str  # a digest of those of the last token
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class DecodeRun:
     waits_s: tuple[float, ...]
     stats: TableStats
     backend: Backend
+    logits: str  # a digest of those of all steps
 
 
 class Rig:
@@ -70,7 +72,7 @@ class Rig:
     def __init__(self, model: Model, spec: TableSpec, row_ids: RowIds, options: dict[str, Any]) -> None:
         self.model, self.spec, self.row_ids = model, spec, row_ids
         self._options = options
-        self._digests: dict[str, tuple[str, bytes]] = {}  # by what was computed: the way that was first, and its logits
+        self._digests: dict[str, tuple[str, str]] = {}  # by what was computed: the way that was first, and its logits
 
     def prompt(self, way: Way, tokens: Sequence[int], cuts: Sequence[int], *, warm: bool) -> PromptRun:
         """Compute a prompt cold, or once more with what a first pass left in the caches.
@@ -81,10 +83,8 @@ class Rig:
             make_cold(self.spec)
         with self._feed(way, {}) as feed:
             if warm:
-                self._timed_prompt(feed, tokens, cuts)
-            run, logits = self._timed_prompt(feed, tokens, cuts)
-        self._check(f"a prompt of {len(tokens)} tokens in {list(cuts)}", way, [logits])
-        return run
+                self._timed_prompt(way, feed, tokens, cuts)
+            return self._timed_prompt(way, feed, tokens, cuts)
 
     def decode(self, way: Way, tokens: Sequence[int], context: int) -> DecodeRun:
         """Compute tokens[:context] as a prompt, untimed, then the others one by one, cold and with no row cache.
@@ -104,7 +104,7 @@ class Rig:
             with closing(device_table):
                 yield Feed(device_table, self.row_ids, way.lookahead)
 
-    def _timed_prompt(self, feed: Feed, tokens: Sequence[int], cuts: Sequence[int]) -> tuple[PromptRun, torch.Tensor]:
+    def _timed_prompt(self, way: Way, feed: Feed, tokens: Sequence[int], cuts: Sequence[int]) -> PromptRun:
         model, table = self.model, feed.table
         state, moments, gauge = model.new_state(len(tokens)), Moments(model.device), Gauge(self.spec.extents[0].path)
         ends = list(accumulate(cuts, initial=0))
@@ -125,7 +125,8 @@ class Rig:
         gauge.stop()
         to_table, waits, behind = (moments.seconds()[first::3] for first in range(3))
         computes = tuple(one + other for one, other in zip(to_table, behind, strict=True))
-        return PromptRun(wall, computes, tuple(waits), table.stats() - before, gauge.total, table.backend), logits
+        digest = self._checked(f"a prompt of {len(tokens)} tokens in {list(cuts)}", way, [logits])
+        return PromptRun(wall, computes, tuple(waits), table.stats() - before, gauge.total, table.backend, digest)
 
     def _timed_steps(self, way: Way, feed: Feed, tokens: Sequence[int], context: int) -> DecodeRun:
         model, state = self.model, self.model.new_state(len(tokens))
@@ -147,16 +148,19 @@ class Rig:
             to_table.append(noted.reached - start)
             waits.append(rows.exposed_s)
             sampled.append(logits)
-        self._check(f"{len(tokens) - context} steps after {context} tokens", way, sampled)
-        return DecodeRun(tuple(steps), tuple(to_table), tuple(waits), feed.table.stats() - before, feed.table.backend)
+        stats = feed.table.stats() - before
+        digest = self._checked(f"{len(tokens) - context} steps after {context} tokens", way, sampled)
+        return DecodeRun(tuple(steps), tuple(to_table), tuple(waits), stats, feed.table.backend, digest)
 
-    def _check(self, what: str, way: Way, logits: Sequence[torch.Tensor]) -> None:
-        digest = blake2b(torch.cat(list(logits)).cpu().numpy().tobytes(), digest_size=16).digest()
+    def _checked(self, what: str, way: Way, logits: Sequence[torch.Tensor]) -> str:
+        """A digest of the logits, if they are those of the runs before. Raises RunsDifferError."""
+        digest = blake2b(torch.cat(list(logits)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
         first, expected = self._digests.setdefault(what, (way.label, digest))
         if digest != expected:
             raise RunsDifferError(
                 f"{way.label} and {first} gave different logits for {what}; the whole comparison is void"
             )
+        return digest
 
 
 class _Marked:

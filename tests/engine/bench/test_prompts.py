@@ -17,7 +17,7 @@ BACKEND = Backend("on", "mmap", False, 1, 1, 1, None, "as asked")
 
 def timed(way: Way, computes: list[float], limits: tuple[float, float] | None = (100.0, 100.0)) -> Timed:
     waits = (0.0,) * len(computes)
-    return Timed(way, False, PromptRun(1.0, tuple(computes), waits, TableStats(), Counters(), BACKEND), limits)
+    return Timed(way, False, PromptRun(1.0, tuple(computes), waits, TableStats(), Counters(), BACKEND, ""), limits)
 
 
 @given(

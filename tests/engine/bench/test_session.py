@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from lazyio import RunsDifferError
+from lazyio.bench.abba.paths import Place
 from lazyio.cli import app
 from lazyio.engine.bench.rig import Rig
 from lazyio.engine.bench.ways import Way
@@ -59,6 +60,12 @@ def test_prompts_and_decode(folder: Path, tmp_path: Path) -> None:
     assert [turn["way"]["mode"] for turn in steps] == ["off", "on", "uring", "off"]
     assert all(len(turn["run"]["waits_s"]) == 3 for turn in steps)
     assert measured["decode"]["raw_p50_us"] > 0
+    # What other programs compare between processes.
+    place = Place.parse("prompts.0.rounds.*.[way.mode=uring,way.lookahead=2].run.wall_s")
+    assert place.values(measured) == [turns[4]["run"]["wall_s"]]
+    for runs in (turns, measured["prompts"][1]["rounds"][0], steps):
+        assert len({turn["run"]["logits"] for turn in runs}) == 1
+    assert turns[0]["run"]["logits"] != steps[0]["run"]["logits"]
 
 
 def test_warm(folder: Path) -> None:
