@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from lazyio.engine.device_table import DeviceTable
-from lazyio.engine.feed import Feed
 
 from lazyio import settings
 from lazyio.bench.cold import make_cold
 from lazyio.bench.gauge import Counters, Gauge
 from lazyio.engine.bench.moments import Moments
 from lazyio.engine.bench.ways import Way
+from lazyio.engine.device_table import DeviceTable
+from lazyio.engine.feed import Feed
 from lazyio.engine.models import Model
 from lazyio.engine.ubatch import Rows, Ubatch
 from lazyio.errors import RunsDifferError
