@@ -39,19 +39,28 @@ def prepare(
     KEY: tl.constexpr,
     Q_STRIDE: tl.constexpr,  # elements from a token to the next
     K_STRIDE: tl.constexpr,
-    OPERAND: tl.constexpr,  # dtype that matrices are multiplied in
+    WIDTH: tl.constexpr,  # of the parts that vectors are multiplied in
+    OPERAND: tl.constexpr,  # dtype that they are multiplied in
 ) -> None:
     """T, P and the factors of its tokens, of one block and head."""
     block = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
-    row, column, key = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :], tl.arange(0, KEY)[None, :]
     token = tl.arange(0, 64)
+    row, column = token[:, None], token[None, :]
     first = tl.load(blocks + block * 3)
     live = (first + token >= tl.load(blocks + block * 3 + 1)) & (first + token < tl.load(blocks + block * 3 + 2))
     q += first.to(tl.int64) * Q_STRIDE + head // EACH * KEY
     k += first.to(tl.int64) * K_STRIDE + head // EACH * KEY
-    queries = tl.load(q + token[:, None] * Q_STRIDE + key, mask=live[:, None], other=0.0).to(OPERAND)
-    keys = tl.load(k + token[:, None] * K_STRIDE + key, mask=live[:, None], other=0.0).to(OPERAND)
+    of_queries, of_keys = tl.zeros((64, 64), tl.float32), tl.zeros((64, 64), tl.float32)
+    length_q, length_k = tl.zeros((64,), tl.float32), tl.zeros((64,), tl.float32)
+    for at in tl.static_range(0, KEY, WIDTH):
+        key = at + tl.arange(0, WIDTH)[None, :]
+        queries = tl.load(q + token[:, None] * Q_STRIDE + key, mask=live[:, None], other=0.0).to(OPERAND)
+        keys = tl.load(k + token[:, None] * K_STRIDE + key, mask=live[:, None], other=0.0).to(OPERAND)
+        of_queries = tl.dot(queries, tl.trans(keys), of_queries, input_precision="tf32x3")
+        of_keys = tl.dot(keys, tl.trans(keys), of_keys, input_precision="tf32x3")
+        length_q += tl.sum(queries.to(tl.float32) * queries.to(tl.float32), 1)
+        length_k += tl.sum(keys.to(tl.float32) * keys.to(tl.float32), 1)
     side = (first + token) * HEADS + head
     of_beta = tl.load(beta + side, mask=live, other=0.0)
     decay = tl.load(log_decay + side, mask=live, other=0.0).to(tl.float64)
@@ -63,17 +72,17 @@ def prepare(
     exponent = high[:, None] - high[None, :] + (low[:, None] - low[None, :])
     since = tl.exp(tl.where(row >= column, exponent, float("-inf")))
 
-    unit_q = KEY**-0.5 * _one_over_length(queries)
-    unit_k = _one_over_length(keys)
+    unit_q = KEY**-0.5 / tl.sqrt(length_q + 1e-6)
+    unit_k = 1.0 / tl.sqrt(length_k + 1e-6)
     since *= unit_k[None, :]
     place = (block * HEADS + head).to(tl.int64)
-    score = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * since * unit_q[:, None]
+    score = of_queries * since * unit_q[:, None]
     tl.store(scores + place * 4096 + row * 64 + column, score.to(scores.dtype.element_ty))
-    lower = tl.dot(keys, tl.trans(keys), input_precision="tf32x3") * since * (of_beta * unit_k)[:, None]
-    solve = _inverse(tl.where(row > column, lower, 0.0)) * of_beta[None, :]
+    lower = tl.where(row > column, of_keys * since * (of_beta * unit_k)[:, None], 0.0)
+    solve = _inverse(lower) * of_beta[None, :]
     tl.store(solved + place * 4096 + row * 64 + column, solve.to(solved.dtype.element_ty))
 
-    factors += place * 256 + tl.arange(0, 64)
+    factors += place * 256 + token
     end = tl.sum(decay, 0)
     tl.store(factors, tl.exp(high) * unit_k)
     tl.store(factors + 64, tl.exp(high) * unit_q)
@@ -82,32 +91,27 @@ def prepare(
 
 
 @triton.jit
-def _one_over_length(x: tl.tensor) -> tl.tensor:
-    """1 / sqrt(sum(x**2) + 1e-6) of each row."""
-    wide = x.to(tl.float32)
-    return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
-
-
-@triton.jit
 def _inverse(lower: tl.tensor) -> tl.tensor:
     """(I + lower)^-1, where `lower` [64, 64] is 0 on and above its diagonal.
 
-    By substitution in the 8 x 8 squares of the diagonal, all at once. Those of twice the size follow from them: below
-    two inverses X and Y lies -Y (what lies below in `lower`) X.
+    The inverse of a square follows from those of two halves X and Y on its diagonal: below them lies
+    -Y (what lies there in `lower`) X. That of a square of 2 is its difference from 2 I.
     """
     first32, _, below32, second32 = _quarters(tl.reshape(lower, (1, 64, 64)))
     first16, _, below16, second16 = _quarters(_stack(first32, second32))
     squares = _stack(first16, second16)  # [4, 16, 16]
     row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    same = row // 8 == column // 8
-    transposed = tl.permute(tl.where(same, squares, 0.0), (0, 2, 1))
-    inverse = tl.where(row == column, 1.0, tl.zeros_like(squares))
-    for i in tl.static_range(1, 8):
-        of_row = tl.sum(tl.where(column % 8 == i, transposed, 0.0), 2)
-        found = -tl.sum(of_row[:, :, None] * inverse, 1)
-        inverse = tl.where((row % 8 == i) & same & (column % 8 < i), found[:, None, :], inverse)
-    inverse -= _times(inverse, _times(tl.where(same, 0.0, squares), inverse))
+    inverse = tl.where(row == column, 1.0, -tl.where(row // 2 == column // 2, squares, 0.0))
+    inverse = _doubled(_doubled(_doubled(inverse, squares, 2), squares, 4), squares, 8)
     return tl.reshape(_merged(_merged(inverse, below16), below32), (64, 64))
+
+
+@triton.jit
+def _doubled(inverse: tl.tensor, lower: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Inverses of the squares of twice the SIZE along the diagonals of `lower` [n, 16, 16], from those of that size."""
+    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    below = (row // SIZE != column // SIZE) & (row // (2 * SIZE) == column // (2 * SIZE))
+    return inverse - _times(inverse, _times(tl.where(below, lower, 0.0), inverse))
 
 
 @triton.jit

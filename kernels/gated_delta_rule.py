@@ -102,20 +102,22 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Config:
-    part: int  # columns of S that a program has
+class Config:
+    """How a body is launched."""
+
+    part: int  # columns that a program handles at once: of S, and of q and k in `prepare`
     warps: int
     stages: int = 1
-    shared_bytes: int = 0  # of a multiprocessor, at least
+    shared_bytes: int = 0  # that a program may have on this GPU, at least
 
 
-# Tuned for heads of 128 on an H200, by the dtype that matrices are multiplied in; the first whose memory is there.
-_ADVANCE = {
-    torch.bfloat16: (_Config(64, 4, 3, 160_000), _Config(64, 4, 2, 101_000), _Config(64, 4)),
-    torch.float32: (_Config(32, 4, 1, 200_000), _Config(16, 4)),
+#: By the dtype that matrices are multiplied in; the first whose memory is there. Tuned for heads of 128 on an H200.
+PREPARE = {torch.bfloat16: [Config(64, 4)], torch.float32: [Config(32, 8)]}
+ADVANCE = {
+    torch.bfloat16: [Config(64, 4, 3, 152_000), Config(64, 4, 2, 101_000), Config(64, 4)],
+    torch.float32: [Config(16, 8)],
 }
-_PREPARE_WARPS = 4
-_STEP = _Config(32, 4)
+STEP = Config(32, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +182,15 @@ def _follow(
     solved, scores = (torch.empty(matrices, dtype=dtype, device=out.device) for _ in range(2))
     factors = torch.empty(*matrices[:2], 4, BLOCK, device=out.device)
     of_keys = {name: size for name, size in shape.items() if not name.startswith("V")}
+    config = _fitting(PREPARE[dtype], out.device)
     _bodies().prepare[(len(work.blocks) * shape["HEADS"],)](
         *(*qkv[:2], *sides, work.blocks, solved, scores, factors),
         **of_keys,
+        WIDTH=min(config.part, shape["KEY"]),
         OPERAND=operand,
-        num_warps=_PREPARE_WARPS,
+        num_warps=config.warps,
     )
-    config = _config(dtype, out.device)
+    config = _fitting(ADVANCE[dtype], out.device)
     part = min(config.part, shape["VALUE"])
     _bodies().advance[(shape["VALUE"] // part, shape["HEADS"], len(work.following))](
         *(*qkv, solved, scores, factors, work.sequences, memory[0], _places(memory), out),
@@ -206,21 +210,20 @@ def _step(
     out: torch.Tensor,
     shape: dict[str, int],
 ) -> None:
-    part = min(_STEP.part, shape["VALUE"])
+    part = min(STEP.part, shape["VALUE"])
     _bodies().step[(shape["VALUE"] // part, shape["HEADS"], len(work.stepping))](
         *(*qkv, *sides, work.tokens, memory[0], _places(memory), out),
         **shape,
         PART=part,
-        num_warps=_STEP.warps,
+        num_warps=STEP.warps,
     )
 
 
-@functools.cache
-def _config(dtype: torch.dtype, device: torch.device) -> _Config:
+def _fitting(configs: Sequence[Config], device: torch.device) -> Config:
     if device.type != "cuda":
-        return _ADVANCE[dtype][-1]
+        return configs[-1]
     has: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return next(config for config in _ADVANCE[dtype] if config.shared_bytes <= has)
+    return next(config for config in configs if config.shared_bytes <= has)
 
 
 def _bodies() -> Any:
