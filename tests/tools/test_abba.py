@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,9 @@ from types import ModuleType
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
+
+from lazyio.bench.abba.definition import plan_of
+from lazyio.bench.abba.plan import ColdTable
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "abba.py"
 
@@ -75,6 +80,16 @@ def test_a_definition_from_start_to_end(run: Run) -> None:
     assert len(ran()) == 12
     assert run("runs.toml", "--again", "8k").exit_code == 0
     assert len(ran()) == 18
+
+
+def test_the_definition_of_the_docs() -> None:
+    example, cold = re.findall(r"```toml\n(.*?)```", (TOOL.parents[1] / "docs/abba.md").read_text(), re.DOTALL)
+    plan = plan_of(tomllib.loads(example + cold))
+    assert (plan.cells, plan.arms, plan.reference) == (["2k", "8k"], ["on", "uring"], "on")
+    job = plan.jobs["8k"]["uring"]
+    assert " ".join(job.command).startswith("lazyio bench-engine model.gguf --prompts 8192 --modes uring --lookahead 2")
+    assert job.env == {"OMP_NUM_THREADS": "4", "LAZYIO_QUEUE_DEPTH": "1024"}
+    assert job.cold == ColdTable("model.gguf", None)
 
 
 def test_an_arm_that_is_slower(run: Run) -> None:
