@@ -163,7 +163,7 @@ def advance(
     factors: tl.tensor,
     sequences: tl.tensor,  # int32 [sequences, 4]: first token of the first block; tokens from, to; the first block
     memory: tl.tensor,
-    places: tl.tensor,  # int64 [sequences]: where the S of each lies, in elements from `memory`
+    places: tl.tensor,  # int64 [sequences]: where the S of each lies, in fours of elements from `memory`
     out: tl.tensor,  # [tokens, heads, VALUE]
     HEADS: tl.constexpr,
     EACH: tl.constexpr,
@@ -186,7 +186,7 @@ def advance(
     place = (tl.load(sequences + tl.program_id(2) * 4 + 3) * HEADS + head).to(tl.int64)
     key, token = tl.arange(0, KEY), tl.arange(0, 64)
     value = tl.program_id(0) * PART + tl.arange(0, PART)
-    memory += tl.load(places + tl.program_id(2)) + head * KEY * VALUE
+    memory += tl.load(places + tl.program_id(2)) * 4 + head * KEY * VALUE
     state = tl.load(memory + key[None, :] * VALUE + value[:, None])
     q += first.to(tl.int64) * Q_STRIDE + head // EACH * KEY
     k += first.to(tl.int64) * K_STRIDE + head // EACH * KEY
@@ -200,7 +200,7 @@ def advance(
         forgets = tl.load(factors + 255)
         keys = tl.load(k + token[None, :] * K_STRIDE + key[:, None], mask=live, other=0.0).to(OPERAND)
         queries = tl.load(q + token[None, :] * Q_STRIDE + key[:, None], mask=live, other=0.0).to(OPERAND)
-        values = tl.load(v + token[None, :] * V_STRIDE + value[:, None], mask=live, other=0.0).to(tl.float32)
+        values = tl.load(v + token[None, :] * V_STRIDE + value[:, None], mask=live, other=0.0).to(OPERAND)
         solve = tl.load(solved + token[None, :] * 64 + token[:, None])
         score = tl.load(scores + token[None, :] * 64 + token[:, None])
         of_keys, of_queries = tl.load(factors + token)[None, :], tl.load(factors + 64 + token)[None, :]
@@ -208,7 +208,8 @@ def advance(
         now = state.to(OPERAND)
         known = tl.dot(now, keys, input_precision="tf32x3")
         found = tl.dot(now, queries, input_precision="tf32x3")
-        change = tl.dot((values - known * of_keys).to(OPERAND), solve, input_precision="tf32x3")
+        change = tl.dot(values, solve, input_precision="tf32x3")
+        change = tl.dot((known * -of_keys).to(OPERAND), solve, change, input_precision="tf32x3")
         found = tl.dot(change.to(OPERAND), score, found * of_queries, input_precision="tf32x3")
         state = tl.dot((change * to_end).to(OPERAND), tl.trans(keys), state * forgets, input_precision="tf32x3")
         place_out = token[None, :] * (HEADS * VALUE) + value[:, None]
@@ -248,7 +249,7 @@ def step(
     token = tl.load(tokens + tl.program_id(2)).to(tl.int64)
     key = tl.arange(0, KEY)
     value = tl.program_id(0) * PART + tl.arange(0, PART)
-    memory += tl.load(places + tl.program_id(2)) + head * KEY * VALUE
+    memory += tl.load(places + tl.program_id(2)) * 4 + head * KEY * VALUE
     where = key[:, None] * VALUE + value[None, :]
     state = tl.load(memory + where)
     of_k = tl.load(k + token * K_STRIDE + head // EACH * KEY + key).to(tl.float32)

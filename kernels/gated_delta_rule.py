@@ -114,7 +114,7 @@ class Config:
 #: By the dtype that matrices are multiplied in; the first whose memory is there. Tuned for heads of 128 on an H200.
 PREPARE = {torch.bfloat16: [Config(64, 4)], torch.float32: [Config(32, 8)]}
 ADVANCE = {
-    torch.bfloat16: [Config(64, 4, 3, 152_000), Config(64, 4, 2, 101_000), Config(64, 4)],
+    torch.bfloat16: [Config(64, 4, 3, 176_000), Config(32, 4, 2, 99_000), Config(32, 4)],
     torch.float32: [Config(16, 8)],
 }
 STEP = Config(32, 4)
@@ -153,8 +153,8 @@ def _work(chunks: tuple[Chunk, ...], device: torch.device) -> _Work:
 
 
 def _places(memory: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where each S lies: elements from the first of them."""
-    return _offsets(tuple((one.data_ptr() - memory[0].data_ptr()) // 4 for one in memory), memory[0].device)
+    """Where each S lies: 16 bytes each from the first of them, so that bodies know how wide they may load."""
+    return _offsets(tuple((one.data_ptr() - memory[0].data_ptr()) // 16 for one in memory), memory[0].device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -254,6 +254,7 @@ def _check(
     for x in (beta, log_decay, *memory):
         assert x.dtype == torch.float32, "beta, log decay and S are float32"
         assert x.is_contiguous(), "beta, log decay and S are contiguous"
+    assert all(one.data_ptr() % 16 == 0 for one in memory), "S begins at a multiple of 16 bytes"
     assert all(one.shape == (heads, k.shape[2], value_dim) for one in memory), "S is [value_heads, key_dim, value_dim]"
     assert len({x.device for x in (q, k, v, beta, log_decay, *memory)}) == 1, "tensors are on different devices"
     assert len(chunks) == len(memory) > 0, "every chunk has its S"
