@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from typer.core import TyperGroup
 
 from lazyio.bench.command import bench
 from lazyio.bench_engine import bench_engine
-from lazyio.errors import LazyIOError
+from lazyio.errors import LazyIOError, Unsupported
 from lazyio.run import run
 from lazyio.version import __version__
 
@@ -96,6 +97,8 @@ def check_kernels(
     """Compare every kernel with its reference on this machine's GPU; exit with 1 if one differs or misses a fault."""
     from rich.console import Console
 
+    if find_spec("torch") is None:
+        raise Unsupported("kernels run on torch, which is not installed: pip install 'lazyio[engine]'")
     from lazyio.kernels.check import check_all
 
     if not check_all(only, interpret, Console(highlight=False)):

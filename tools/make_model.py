@@ -14,7 +14,7 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,9 +23,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn
 # In a checkout that is not installed, the package lies beside this folder; one that is installed comes first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from lazyio.engine.synthetic import Plan, plan_model, write_folder, write_gguf
 from lazyio.errors import LazyIOError, SettingError
 from lazyio.units import format_bytes
+
+if TYPE_CHECKING:
+    from lazyio.engine.synthetic import Plan
 
 app = typer.Typer(add_completion=False)
 
@@ -74,6 +76,9 @@ def make_model(
     """Make a model of random weights."""
     started = time.monotonic()
     try:
+        # Without torch this raises, and says how to install it.
+        from lazyio.engine.synthetic import plan_model, write_folder, write_gguf
+
         chosen = _format_of(out, file_format)
         plan = plan_model(arch, size, layers=layers, rows=rows, seed=seed)
         options = _options(chosen, plan, size, stored=stored, shards=shards, parts=parts, no_trunk=no_trunk)
@@ -84,6 +89,9 @@ def make_model(
             paths = write(plan, out, trunk=trunk or _TRUNKS[size], overwrite=force, **options)
     except LazyIOError as error:
         typer.echo(f"make_model: error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        typer.echo(f"make_model: error: can't write {error.filename or out}: {error.strerror}", err=True)
         raise typer.Exit(2) from None
     typer.echo(_report(plan, paths, time.monotonic() - started))
 

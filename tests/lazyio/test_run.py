@@ -61,4 +61,7 @@ def test_without_torch_it_says_how_to_install_it(tmp_path: Path) -> None:
     done = run("run", str(tmp_path), "-p", "hello")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "lazyio: error: models run on torch, which is not installed: pip install 'lazyio[engine]'\n"
+    done = run("kernels", "check", "--interpret")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "lazyio: error: kernels run on torch, which is not installed: pip install 'lazyio[engine]'\n"
     assert run("settings").returncode == 0

@@ -55,6 +55,23 @@ def test_the_command_as_others_script_it(tmp_path: Path):
     }
 
 
+def test_without_torch_it_says_how_to_install_it(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.startswith("lazyio.engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run(tmp_path / "OUT", "--arch", "gemma4")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "make_model: error: models run on torch, which is not installed: pip install 'lazyio[engine]'\n"
+    )
+
+
+def test_what_the_system_refuses_is_one_line(run):
+    result = run("/proc/OUT", "--arch", "gemma4")
+    assert result.exit_code == 2
+    assert result.stderr == "make_model: error: can't write /proc/OUT: No such file or directory\n"
+
+
 @pytest.mark.parametrize(
     ("out", "arguments", "dtype", "shape"),
     [
