@@ -73,7 +73,7 @@ def usable(device: torch.device) -> bool:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Bodies that are imported for the first time within are run by Triton's interpreter, on the CPU."""
+    """Triton's interpreter runs bodies on the CPU, if Triton and they are imported for the first time within."""
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
