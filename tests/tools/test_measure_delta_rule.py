@@ -51,9 +51,9 @@ def test_the_recurrence_is_the_rule():
 def test_launches_are_put_back(tool: ModuleType):
     before, config = dict(ADVANCE), Config(16, 2)
     with tool.launched_as("ADVANCE", config):
-        assert tool.rule.ADVANCE == {**before, torch.bfloat16: [config]}
+        assert {**before, torch.bfloat16: [config]} == tool.rule.ADVANCE
     with tool.launched_as("STEP", config):
-        assert tool.rule.STEP == config
+        assert config == tool.rule.STEP
     assert before == tool.rule.ADVANCE
     assert tool.rule.STEP == STEP
 
