@@ -323,7 +323,7 @@ def _repeated(device: torch.device, seed: int) -> Arguments:
 def _cases() -> list[Case[Arguments]]:
     several = [(1, 70), (12, 60)]
     real: dict[str, Any] = {"sizes": [(300, 37), (1, 200), (129, 0), (1000, 64)], "heads": (16, 48), "dims": (128, 128)}
-    within = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+    within = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
     def case(name: str, dtype: torch.dtype = torch.float32, planted: bool = False, **rest: Any) -> Case[Arguments]:
         make = functools.partial(Arguments.random, dtype=dtype, **rest)
