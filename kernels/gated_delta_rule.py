@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ _DIMS = (16, 32, 64, 128)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, start + length) of q, k and v: they follow on the `before` tokens of their sequence."""
 
     start: int
@@ -59,7 +58,7 @@ def gated_delta_rule(
     """
     _check(q, k, v, beta, log_decay, chunks, memory)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    work = _work(tuple(replace(chunk, before=chunk.before % BLOCK) for chunk in chunks), q.device)
+    work = _work(tuple([Chunk(start, length, before % BLOCK) for start, length, before in chunks]), q.device)
     shape = {
         **{"HEADS": v.shape[1], "EACH": v.shape[1] // k.shape[1], "KEY": k.shape[2], "VALUE": v.shape[2]},
         **{"Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "V_STRIDE": v.stride(0)},
@@ -154,7 +153,8 @@ def _work(chunks: tuple[Chunk, ...], device: torch.device) -> _Work:
 
 def _places(memory: Sequence[torch.Tensor]) -> torch.Tensor:
     """Where each S lies: 16 bytes each from the first of them, so that bodies know how wide they may load."""
-    return _offsets(tuple((one.data_ptr() - memory[0].data_ptr()) // 16 for one in memory), memory[0].device)
+    first = memory[0].data_ptr()
+    return _offsets(tuple([(one.data_ptr() - first) // 16 for one in memory]), memory[0].device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -245,20 +245,26 @@ def _check(
             f" for float32, bfloat16 and float16, and dimensions of {_DIMS}"
         )
     tokens, heads, value_dim = v.shape
-    assert q.shape == k.shape == (tokens, k.shape[1], k.shape[2]), "q and k have other shapes"
-    assert heads % k.shape[1] == 0, "key heads don't divide the value heads"
+    key_heads, key_dim = k.shape[1:]
+    assert q.shape == k.shape == (tokens, key_heads, key_dim), "q and k are [tokens, key_heads, key_dim]"
+    assert heads % key_heads == 0, "key heads don't divide the value heads"
+    assert q.dtype == k.dtype == v.dtype, "q, k and v are of one dtype"
+    assert q.stride()[1:] == k.stride()[1:] == (key_dim, 1), "q or k of a token is not contiguous"
+    assert v.stride()[1:] == (value_dim, 1), "v of a token is not contiguous"
     assert beta.shape == log_decay.shape == (tokens, heads), "beta and log decay are [tokens, value_heads]"
-    for x in (q, k, v):
-        assert x.stride()[1:] == (x.shape[2], 1), "q, k or v of a token is not contiguous"
-        assert x.dtype == v.dtype, "q, k and v are of different dtypes"
-    for x in (beta, log_decay, *memory):
-        assert x.dtype == torch.float32, "beta, log decay and S are float32"
-        assert x.is_contiguous(), "beta, log decay and S are contiguous"
-    assert all(one.data_ptr() % 16 == 0 for one in memory), "S begins at a multiple of 16 bytes"
-    assert all(one.shape == (heads, k.shape[2], value_dim) for one in memory), "S is [value_heads, key_dim, value_dim]"
-    assert len({x.device for x in (q, k, v, beta, log_decay, *memory)}) == 1, "tensors are on different devices"
+    assert beta.dtype == log_decay.dtype == torch.float32, "beta and log decay are float32"
+    assert beta.is_contiguous(), "beta is not contiguous"
+    assert log_decay.is_contiguous(), "the log decay is not contiguous"
+    assert v.device == q.device == k.device == beta.device == log_decay.device, "tensors are on different devices"
     assert len(chunks) == len(memory) > 0, "every chunk has its S"
-    assert sum(chunk.length for chunk in chunks) == tokens, "chunks have all tokens"
+    assert sum([chunk.length for chunk in chunks]) == tokens, "chunks have all tokens"
+    shape = (heads, key_dim, value_dim)
+    for one in memory:
+        assert one.shape == shape, "S is [value_heads, key_dim, value_dim]"
+        assert one.dtype == torch.float32, "S is float32"
+        assert one.is_contiguous(), "S is not contiguous"
+        assert one.device == v.device, "S is on another device"
+        assert one.data_ptr() % 16 == 0, "S begins at a multiple of 16 bytes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from lazyio.engine.layers.gated_delta_net import GatedDeltaNet
 from lazyio.engine.state import State
 from lazyio.engine.ubatch import Ubatch
 from lazyio.errors import Unsupported
-from lazyio.kernels.gated_delta_rule import Arguments, Chunk, gated_delta_rule, reference, supports
+from lazyio.kernels.gated_delta_rule import ADVANCE, Arguments, Chunk, gated_delta_rule, reference, supports
 
 
 def of_one(tokens: int, before: int, device: torch.device, seed: int = 3) -> Arguments:
@@ -150,6 +152,51 @@ def test_without_triton():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("lazyio.errors.Unsupported: the kernel of the gated delta rule needs Triton, which can't be")
+
+
+COMPILE = """
+import json
+from triton import language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from lazyio.kernels import delta_rule_bodies as bodies
+from lazyio.kernels.gated_delta_rule import ADVANCE, PREPARE, STEP, torch
+
+shape = dict(HEADS=48, EACH=3, KEY=128, VALUE=128, Q_STRIDE=10240, K_STRIDE=10240, V_STRIDE=10240)
+types = dict.fromkeys(("q", "k", "v", "out", "solved", "scores"), "*bf16")
+types |= dict.fromkeys(("beta", "log_decay", "factors", "memory"), "*fp32")
+types |= dict.fromkeys(("blocks", "sequences", "tokens"), "*i32") | {"places": "*i64"}
+configs = {"prepare": PREPARE[torch.bfloat16][0], "advance": ADVANCE[torch.bfloat16][0], "step": STEP}
+for name, config in configs.items():
+    body = getattr(bodies, name)
+    constants = {**shape, "PART": config.part, "WIDTH": config.part, "OPERAND": tl.bfloat16}
+    at = {argument: (body.arg_names.index(argument),) for argument in body.arg_names}
+    source = ASTSource(
+        body,
+        {argument: types.get(argument, "constexpr") for argument in at},
+        {at[argument]: value for argument, value in constants.items() if argument in at},
+        {place: [["tt.divisibility", 16]] for argument, place in at.items() if argument in types},
+    )
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(json.dumps([name, [compiled.metadata.shared, compiled.asm["ptx"]]]))
+"""
+
+
+def test_bodies_compile_for_an_h200():
+    """Which need not be there."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    compiled = dict(map(json.loads, done.stdout.splitlines()))
+    assert list(compiled) == ["prepare", "advance", "step"]
+    for name, (shared_bytes, text) in compiled.items():
+        assert shared_bytes <= ADVANCE[torch.bfloat16][0].shared_bytes
+        assert ("wgmma.mma_async" in text) == (name != "step")
+        assert ("st.global.v4" in text) or ("st.global.v2" in text)
+    # Every matrix that D and S are multiplied with arrives in shared memory by itself.
+    assert "cp.async.cg.shared.global" in compiled["advance"][1]
 
 
 @pytest.fixture
