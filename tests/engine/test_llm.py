@@ -22,15 +22,6 @@ WITH_TABLE = ("qwen4_exp", "gemma4", "gemma3n")
 EOS = 255
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower with several, and much slower where other programs run too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def saved(tiny: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
     """`saved(name)`: a tiny pair of models, and the folder in which transformers saved its own."""

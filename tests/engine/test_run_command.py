@@ -1,17 +1,15 @@
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
@@ -19,15 +17,6 @@ from lazyio.cli import app
 from lazyio.engine import LLM
 
 PROMPT = "abc"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models are slower with several, and much slower where other programs run too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +154,7 @@ def test_an_interrupt_keeps_what_there_is(bare: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.arange(3, 9))
     options = ["--ids", str(tmp_path / "ids.npy"), "--max-tokens", "90000", "--device", "cpu", "--lazy-mode", "uring"]
     command = [sys.executable, "-c", "from lazyio.cli import main; main()", "run", str(bare), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         begun = process.stdout.read(20)  # some tokens
         process.send_signal(signal.SIGINT)
