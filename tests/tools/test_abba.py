@@ -121,12 +121,20 @@ def test_a_changed_definition(run: Run) -> None:
     assert run("runs.toml", "--state", "other.jsonl").exit_code == 0
 
 
-def test_a_budget(run: Run) -> None:
+def test_a_budget(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("runs.toml").write_text(RUNS % "higher")
     refused = run("runs.toml", "--budget-s", 0)
     assert refused.exit_code == 2
     assert "--budget-s 0 does not hold one round of cell 2k" in refused.stderr
     assert ran() == []
+    monkeypatch.setattr("lazyio.bench.abba.session.GRACE_S", 0.0)
+    hang = '[ "$(wc -l < ran)" -le 6 ] || sleep 60; echo'
+    Path("slow.toml").write_text(RUNS.replace("ran; echo", f"ran; {hang}", 1) % "higher")
+    ended = run("slow.toml", "--budget-s", 3)
+    assert ended.exit_code == 3
+    assert "the budget of 3 s ends: on had not ended; the same command goes on from here" in ended.stderr
+    assert "2k: 2 rounds" in ended.stdout
+    assert "1 of 2 cells are not complete, and not judged." in ended.stdout
 
 
 def inline(*more: str) -> tuple[str, ...]:

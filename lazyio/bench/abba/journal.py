@@ -132,7 +132,8 @@ class Journal:
     def _lock(self) -> None:
         for _ in range(_ATTEMPTS):
             try:
-                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
             except BlockingIOError:
                 time.sleep(_PAUSE_S)  # what was just killed takes a moment to be gone
         raise SettingError(
