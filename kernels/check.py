@@ -107,7 +107,7 @@ def _show(findings: Sequence[Finding], console: Console) -> None:
     grid.add_column("kernel", no_wrap=True)
     for heading in ("cases passed", "worst error", "controls red"):
         grid.add_column(heading, justify="right")
-    grid.add_column("body: registers, spills, shared memory")
+    grid.add_column("body: registers, spilled, shared memory")
     for finding in findings:
         passed = sum(error <= bound for error, bound in finding.errors.values())
         grid.add_row(
@@ -134,6 +134,6 @@ def _spread(compiled: Sequence[Resources]) -> list[str]:
     lines = []
     for body in dict.fromkeys(one.body for one in compiled):
         some = [one for one in compiled if one.body == body]
-        registers, spills = max(one.registers for one in some), max(one.spills for one in some)
-        lines.append(f"{body}: {registers}, {spills}, {max(one.shared_bytes for one in some) / 1024:.0f} KiB")
+        registers, spilled = max(one.registers for one in some), max(one.spilled_bytes for one in some)
+        lines.append(f"{body}: {registers}, {spilled} B, {max(one.shared_bytes for one in some) / 1024:.0f} KiB")
     return lines

@@ -55,7 +55,7 @@ class Resources:
 
     body: str
     registers: int  # of a thread
-    spills: int  # as the driver counts them: bytes of a thread that have no place in its registers
+    spilled_bytes: int  # of a thread, in memory for want of registers
     shared_bytes: int  # of a program
 
 
@@ -125,5 +125,9 @@ def resources(kernel: Kernel[Any], device: torch.device) -> list[Resources]:
     found = []
     for body in kernel.bodies():
         compiled, *_ = body.device_caches[device.index or 0]
-        found += [Resources(body.__name__, one.n_regs, one.n_spills, one.metadata.shared) for one in compiled.values()]
+        found += [
+            # The driver's count of spills is one of words.
+            Resources(body.__name__, one.n_regs, 4 * one.n_spills, one.metadata.shared)
+            for one in compiled.values()
+        ]
     return found

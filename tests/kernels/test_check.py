@@ -71,7 +71,7 @@ def test_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch, change: dict[st
 
 def test_what_compiled_bodies_take():
     found = [Resources("one", 40, 0, 2048), Resources("two", 255, 16, 0), Resources("one", 64, 8, 1024)]
-    assert check._spread(found) == ["one: 64, 8, 2 KiB", "two: 255, 16, 0 KiB"]
+    assert check._spread(found) == ["one: 64, 8 B, 2 KiB", "two: 255, 16 B, 0 KiB"]
 
 
 def test_the_exit_status(monkeypatch: pytest.MonkeyPatch):
@@ -116,4 +116,4 @@ def test_resources_are_those_of_all_specialisations(monkeypatch: pytest.MonkeyPa
 
     body = SimpleNamespace(__name__="body", device_caches={1: ({"a": compiled(30), "b": compiled(60)}, {}, None)})
     found = resources(replace(DOUBLE, bodies=lambda: [body]), torch.device("cuda", 1))
-    assert found == [Resources("body", 30, 4, 512), Resources("body", 60, 4, 512)]
+    assert found == [Resources("body", 30, 16, 512), Resources("body", 60, 16, 512)]
