@@ -341,7 +341,8 @@ def _cases() -> list[Case[Arguments]]:
         case("float16", sizes=[(20, 50)], dtype=torch.float16),
         Case("a token that forgets all", _forgetful, within[torch.float32]),
         Case("one key again and again", _repeated, within[torch.float32]),
-        *(case(f"heads of 128, {dtype}".replace("torch.", ""), dtype, **real) for dtype in within),
+        case("heads of 128, float32", **real),
+        case("heads of 128, bfloat16", torch.bfloat16, **real),
     ]
 
 

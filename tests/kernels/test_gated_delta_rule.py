@@ -22,7 +22,7 @@ def of_one(tokens: int, before: int, device: torch.device, seed: int = 3) -> Arg
     """A sequence as the device's way of running kernels allows: small where they are interpreted."""
     if device.type == "cpu":
         return Arguments.random(device, seed, [(tokens, before)])
-    return Arguments.random(device, seed, [(tokens, before)], torch.bfloat16, (4, 12), (128, 128))
+    return Arguments.random(device, seed, [(tokens, before)], torch.bfloat16, (16, 48), (128, 128))
 
 
 def run(given: Arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -85,7 +85,7 @@ def test_sequences_of_one_launch_are_those_of_a_launch_each(device: torch.device
 def test_bfloat16_is_as_near_as_its_rounding_allows(device: torch.device):
     if device.type == "cpu":
         pytest.skip("the interpreter does not round to bfloat16")
-    given = Arguments.random(device, 5, [(2000, 0)], torch.bfloat16, (4, 12), (128, 128))
+    given = Arguments.random(device, 5, [(2000, 0)], torch.bfloat16, (16, 48), (128, 128))
     found, memory = (x.double() for x in given.results(gated_delta_rule))
     exact, last = replace(given, memory=tuple(one.double() for one in given.memory)).results(reference)
     assert relative(found, exact) < 6e-3
@@ -93,7 +93,7 @@ def test_bfloat16_is_as_near_as_its_rounding_allows(device: torch.device):
     assert abs((found * exact).sum() / (exact * exact).sum() - 1) < 1e-3  # rounding has no direction
 
 
-@pytest.mark.parametrize("dims", [(16, 64), (64, 16), (32, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(16, 64), (64, 16)], ids=str)
 def test_heads_of_other_dimensions(dims: tuple[int, int], device: torch.device):
     given = Arguments.random(device, 6, [(9, 60), (1, 3)], heads=(1, 3), dims=dims)
     for found, expected in zip(given.results(gated_delta_rule), given.results(reference), strict=True):
