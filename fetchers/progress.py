@@ -51,6 +51,11 @@ class Progress:
         lacking = zip(windows[~enough].tolist(), results[~enough].tolist(), strict=True)
         return np.array([window for window, result in lacking if self._goes_on(window, result)], np.int64)
 
+    def all_arrived(self) -> None:
+        """Every window came whole, with one read each."""
+        self._arrived[:] = True
+        self.bytes_read = self.plan.buffer_bytes
+
     def rest(self, windows: Int64) -> tuple[Int64, Int64, Int64]:
         """Offset, length and destination of what is still missing of `windows`."""
         done = 0 if self._got is None else self._got[windows]

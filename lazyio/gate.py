@@ -101,9 +101,9 @@ class Gather:
 
     __slots__ = ("_gate", "_started", "_stats")
 
-    def __init__(self, gate: Gate, rows: int) -> None:
+    def __init__(self, gate: Gate, rows: int, *, gathers: int = 1) -> None:
         self._gate = gate
-        self._stats = TableStats(gathers=1, rows=rows)
+        self._stats = TableStats(gathers=gathers, rows=rows)
 
     def __enter__(self) -> TableStats:
         if self._gate.closed:

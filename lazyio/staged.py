@@ -82,8 +82,8 @@ class StagedRows:
         stats.unique_rows += len(position)
 
         def finish(rows: Bytes, stats: TableStats) -> None:
-            with begun.ended(stats) as buffer:
-                self._copy_few(ids, position, buffer, rows)
+            self._copy_few(ids, position, begun.wait(stats), rows)
+            begun.give_back()
 
         return finish
 
@@ -135,8 +135,8 @@ class StagedRows:
         def end() -> ReadStats:
             stats = ReadStats()
             for reads in begun:
-                with reads.ended(stats):
-                    pass
+                reads.wait(stats)
+                reads.give_back()
             return stats
 
         return end
@@ -171,8 +171,8 @@ class StagedRows:
         stats.unique_rows += len(unique)
 
         def finish(rows: Bytes, stats: TableStats) -> None:
-            with begun.ended(stats) as buffer:
-                as_items(rows)[:] = _items_anywhere(buffer, self.row_bytes)[plan.position[inverse]]
+            as_items(rows)[:] = _items_anywhere(begun.wait(stats), self.row_bytes)[plan.position[inverse]]
+            begun.give_back()
 
         return finish
 
@@ -247,14 +247,16 @@ class _Begun:
     def __init__(self, staging: Staging, area: Area, buffer: Bytes, pending: Pending) -> None:
         self._staging, self._area, self._buffer, self._pending = staging, area, buffer, pending
 
-    @contextmanager
-    def ended(self, stats: ReadStats) -> Iterator[Bytes]:
-        """Wait for the reads, and lend what they brought.
+    def wait(self, stats: ReadStats) -> Bytes:
+        """Wait for the reads; what they brought, until `give_back`.
 
-        After an error the area is not used again, but left to go with whatever still refers to it.
+        After an error the area is not given back, but left to go with whatever still refers to it.
         """
         stats.add(self._pending.finish())
-        yield self._buffer
+        return self._buffer
+
+    def give_back(self) -> None:
+        """The area may be lent again."""
         self._staging.give_back(self._area)
 
 

@@ -22,37 +22,39 @@ class Started:
     others read the rows themselves.
     """
 
-    __slots__ = ("__weakref__", "_asked", "_finish", "_gate", "_owner", "_result", "_row_bytes", "_rows")
+    __slots__ = (
+        "__weakref__", "_asked", "_end", "_finish", "_gate", "_owner", "_packed", "_result", "_rows", "_there", "_turn"
+    )  # fmt: skip
 
     def __init__(self, gate: Gate, rows: Rows, asked: NDArray[Any], row_bytes: int) -> None:
-        self._gate, self._rows, self._asked, self._row_bytes = gate, rows, asked, row_bytes
+        self._gate, self._rows, self._asked = gate, rows, asked
         self._owner = os.getpid(), threading.get_ident()
-        self._finish: Finish | None = None
-        self._result: Bytes | None = None
-        with gate.turn, Gather(gate, asked.size) as stats:
-            self._finish = rows.start(asked, stats)
+        self._turn = gate.turn
+        with self._turn, Gather(gate, asked.size) as stats:
+            self._finish: Finish | None = rows.start(asked, stats)
+        # What takes time and need not wait is done while the reads are under way.
+        self._result = np.empty((*asked.shape, row_bytes), np.uint8)
+        self._packed = self._result.reshape(asked.size, row_bytes)
+        self._end = Gather(gate, 0, gathers=0)
+        self._there = False
 
     def rows(self) -> Bytes:
         """Wait for the rows, in the order asked: uint8 [*ids.shape, row_bytes], the same array each time.
 
         Raises what `LazyTable.gather` raises, and TableError where the table was closed before they were asked for.
         """
-        if self._result is None:
-            with self._gate.turn, Gather(self._gate, 0) as stats:
-                stats.gathers = 0  # it was counted when it began
-                result = np.empty((*self._asked.shape, self._row_bytes), np.uint8)
-                rows = result.reshape(self._asked.size, self._row_bytes)
-                finish = self._take_finish()
+        if not self._there:
+            own = self._owner == (os.getpid(), threading.get_ident())
+            with self._turn if own else self._gate.turn, self._end as stats:
+                finish = self._take_finish() if own else None
                 if finish is None:
-                    self._rows.gather(self._asked, rows, stats)
+                    self._rows.gather(self._asked, self._packed, stats)
                 else:
-                    finish(rows, stats)
-            self._result = result
+                    finish(self._packed, stats)
+            self._there = True
         return self._result
 
     def _take_finish(self) -> Finish | None:
-        """What waits for the reads, once, and only in the thread that began them."""
-        if self._owner != (os.getpid(), threading.get_ident()):
-            return None
+        """What waits for the reads, once."""
         finish, self._finish = self._finish, None
         return finish

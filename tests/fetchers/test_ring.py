@@ -214,6 +214,17 @@ def test_a_refusal_shows_when_it_is_finished(ring: Ring, library: Library, files
     Reading(ring, files, scattered(300, 1)).check()
 
 
+def test_one_read_of_many_that_came_short_is_seen(ring: Ring, tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    CONTENT[: 15 * ROW].tofile(path)
+    short = FileSet([str(path)])
+    begun = Begun(ring, short, np.arange(16))
+    assert ring.finish(begun.reading)
+    assert begun.progress.failure is not None
+    assert begun.progress.failure.path == str(path)
+    short.close()
+
+
 @pytest.mark.parametrize("end", ["read", "close"])
 def test_an_interrupted_begin_is_waited_for_by_what_comes_next(library: Library, files: FileSet, end: str) -> None:
     ring = Ring(64)
