@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
+from lazyio.engine.place import device_of, dtype_of
 from lazyio.errors import ModelError, TableError, Unsupported
 from lazyio.integrations.lazy_embedding import LazyEmbedding
 from lazyio.ple.safetensors_header import read_json
@@ -45,9 +47,14 @@ def lazify(
     `LazyEmbedding` in it, with `stats()`, `close()` and the open table. `save_pretrained` is refused, as the table is
     not in the model.
 
-    Raises ModelError for other models and for a table that belongs to another one, Unsupported where transformers is
-    missing or does not know the architecture, and what `open_table` raises.
+    Raises ModelError for other models, for a folder that lacks weights and for a table that belongs to another model;
+    Unsupported where transformers is missing or does not know the architecture, and for a device that is not there;
+    SettingError for another device than cpu or cuda and for another dtype than float32, bfloat16 and float16; and what
+    `open_table` raises.
     """
+    device = None if device is None else device_of(device)
+    # Without a dtype, transformers takes the checkpoint's own: what it calls auto.
+    dtype = None if dtype in (None, "auto") else dtype_of(dtype, {}, torch.device("cpu"))
     if isinstance(model, str | os.PathLike):
         return _load(Path(model), table, mode, device, dtype, options)
     return _replace(model, table, mode, device, dtype, options)
@@ -64,6 +71,15 @@ class _Lazified:
             "the model it was made from, or its state_dict(), which is everything but the table"
         )
 
+    # It would make a repository before it saves.
+    push_to_hub = save_pretrained
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        # The open table comes first, for pickling to say that it can't be: nobody knows where copies would find it.
+        how: Any = super().__reduce_ex__(protocol)
+        make, arguments, *state = how
+        return _made, (self.lazyio_table, make, arguments), *state
+
     def resize_token_embeddings(self, *arguments: Any, **named: Any) -> Any:
         # Resizing would make a per-layer embedding of each token as well.
         if hasattr(self, "get_per_layer_input_embeddings") and (arguments or named):
@@ -78,8 +94,8 @@ def _load(
     folder: Path,
     table: str | os.PathLike[str] | None,
     mode: str | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | str | None,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
     options: dict[str, Any],
 ) -> PreTrainedModel:
     plain = _class_of(folder)
@@ -95,7 +111,10 @@ def _load(
     try:
         # Its name is the model's, since transformers looks up by it how tensors are converted.
         loading: Any = type(plain.__name__, (plain,), {"__init__": __init__, "__module__": plain.__module__})
-        model = loading.from_pretrained(folder, **_placed(device, dtype))
+        model, loaded = loading.from_pretrained(folder, output_loading_info=True, **_placed(device, dtype))
+        if loaded["missing_keys"]:  # which transformers has filled with random numbers
+            lacking = ", ".join(sorted(loaded["missing_keys"])[:5])
+            raise ModelError(f"{folder} lacks {len(loaded['missing_keys'])} of the model's weights, such as {lacking}")
         model.__class__ = _lazy(plain)
         return model if device is None else model.to(device)
     except BaseException:
@@ -103,7 +122,7 @@ def _load(
         raise
 
 
-def _placed(device: torch.device | str | None, dtype: torch.dtype | str | None) -> dict[str, Any]:
+def _placed(device: torch.device | None, dtype: torch.dtype | None) -> dict[str, Any]:
     """What `from_pretrained` is told. Only with accelerate can it load straight to a device."""
     from transformers.utils import is_accelerate_available
 
@@ -115,8 +134,8 @@ def _replace(
     model: Any,
     table: str | os.PathLike[str] | None,
     mode: str | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | str | None,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
     options: dict[str, Any],
 ) -> PreTrainedModel:
     if not hasattr(model, "name_or_path"):
@@ -139,7 +158,7 @@ def _replace(
     model.__class__ = _lazy(plain)
     if device is None and dtype is None:
         return model
-    return model.to(device=device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    return model.to(device=device, dtype=dtype)
 
 
 def _class_of(folder: Path) -> Any:
@@ -150,19 +169,37 @@ def _class_of(folder: Path) -> Any:
         config = read_json(str(folder / "config.json"))
     except TableError as error:
         raise ModelError(f"{folder} is no model of transformers: {error}") from error
-    names, kind = config.get("architectures") or [""], str(config.get("model_type"))
+    kind = str(config.get("model_type"))
     if kind.removesuffix("_text") not in _ARCHITECTURES:
         raise ModelError(f"{folder} holds a {kind} model; models of {', '.join(_ARCHITECTURES)} have a table")
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ModelError(
+            f"config.json of {folder} has architectures = {names!r}; it must be a list with the name of the model's "
+            "class in transformers, as save_pretrained writes it"
+        )
+    return _class_named(names[0], kind, folder)
+
+
+def _class_named(name: str, kind: str, folder: Path) -> Any:
     try:
         import transformers
     except ImportError as error:
         raise Unsupported("transformers is not installed: pip install 'transformers>=5.16'") from error
-    if not hasattr(transformers, str(names[0])):
+    found = getattr(transformers, name, None)
+    if found is None:
         raise Unsupported(
-            f"transformers {transformers.__version__} has no {names[0]!r}, the architecture that config.json of "
+            f"transformers {transformers.__version__} has no {name!r}, the architecture that config.json of "
             f"{folder} names; a newer one may: pip install --upgrade transformers"
         )
-    return getattr(transformers, names[0])
+    made_of = getattr(getattr(found, "config_class", None), "model_type", None)
+    if str(made_of).removesuffix("_text") != kind.removesuffix("_text"):
+        raise ModelError(f"config.json of {folder} names the architecture {name!r}, which is no {kind} model")
+    return found
+
+
+def _made(_: LazyEmbedding, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return make(*arguments)
 
 
 @functools.cache

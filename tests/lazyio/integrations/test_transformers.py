@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import pickle
 import shutil
 import struct
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lazyio.errors import ModelError, TableError, Unsupported
+from lazyio.errors import ModelError, SettingError, TableError, Unsupported
 from lazyio.integrations.lazy_embedding import LazyEmbedding
 from lazyio.integrations.transformers import lazify
 from lazyio.ple.tables import find_table
@@ -159,8 +160,11 @@ def test_the_state_is_everything_but_the_table(saved, name: str):
     missing = set(whole) - set(lazy.state_dict())
     assert len(missing) == 1
     assert not set(lazy.state_dict()) - set(whole)
-    with pytest.raises(Unsupported, match=r"can't be saved: its table stays in .*Qwen4Exp|.*Gemma4"):
-        lazy.save_pretrained("nowhere")
+    for save in (lazy.save_pretrained, lazy.push_to_hub):
+        with pytest.raises(Unsupported, match=rf"can't be saved: its table stays in .*{name}"):
+            save("nowhere")
+    with pytest.raises(TypeError, match="an open table can't be pickled"):
+        pickle.dumps(lazy)
     lazy.lazyio_table.close()
 
 
@@ -237,6 +241,59 @@ def test_what_can_t_be_made_lazy(saved, tmp_path: Path):
     model.name_or_path = "someone/gemma"
     with pytest.raises(ModelError, match=r"did not come from a folder .*'someone/gemma'"):
         lazify(model, mode="on")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "message"),
+    [
+        (None, "architectures = None; it must be a list"),
+        ([], r"architectures = \[\]; it must be a list"),
+        ("Gemma4ForCausalLM", "architectures = 'Gemma4ForCausalLM'; it must be a list"),
+        (["pipeline"], "names the architecture 'pipeline', which is no gemma4_text model"),
+        (["LlamaForCausalLM"], "names the architecture 'LlamaForCausalLM', which is no gemma4_text model"),
+    ],
+)
+def test_a_folder_must_name_its_class(saved, tmp_path: Path, architectures, message: str):
+    config = json.loads((saved("Gemma4") / "config.json").read_text()) | {"architectures": architectures}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        lazify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        ({"dtype": torch.float64}, SettingError, "dtype is 'float64'; it can be float32, bfloat16, float16"),
+        ({"dtype": "Tensor"}, SettingError, "dtype is 'Tensor'"),
+        ({"device": "meta"}, SettingError, "device is 'meta'; it can be cpu, cuda or cuda:N"),
+        ({"device": "cuda:99"}, Unsupported, "device is 'cuda:99', and torch sees"),
+    ],
+)
+def test_devices_and_dtypes_that_can_t_be_had(saved, asked, error: type[Exception], message: str):
+    """Said before anything is loaded or changed."""
+    model = resident(saved("Gemma4"))
+    for each in (saved("Gemma4"), model):
+        with pytest.raises(error, match=message):
+            lazify(each, mode="on", **asked)
+    assert type(model) is transformers.Gemma4ForCausalLM
+
+
+def test_dtype_auto_is_the_model_s_own(saved):
+    for each in (saved("Gemma4"), resident(saved("Gemma4"), torch.bfloat16)):
+        lazy = lazify(each, mode="on", dtype="auto")
+        assert lazy.dtype == (torch.float32 if each == saved("Gemma4") else torch.bfloat16)
+        lazy.lazyio_table.close()
+
+
+def test_a_folder_without_some_weights(saved, tmp_path: Path):
+    """transformers would fill them with random numbers."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    shutil.copy(saved("Gemma4") / "config.json", tmp_path)
+    weights = safetensors.load_file(saved("Gemma4") / "model.safetensors")
+    del weights["model.layers.0.self_attn.o_proj.weight"]
+    safetensors.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 .*, such as model\.layers\.0\.self_attn\.o_proj\.weight"):
+        lazify(tmp_path, mode="on")
 
 
 def test_another_model_s_table_is_refused(saved):
