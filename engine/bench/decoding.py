@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lazyio.bench.limit import DeviceLimit
+from lazyio.bench.turns import in_turn
 from lazyio.bench.watch import Watch
 from lazyio.bench.workload import Workload
 from lazyio.engine.bench.rig import DecodeRun, Rig
-from lazyio.engine.bench.ways import Way, in_turn
+from lazyio.engine.bench.ways import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def measure_decode(
     for number in range(rounds):
         turns = list[Steps]()
         _mark(limit, outcome)
-        for way, again in in_turn(ways, number):
+        for way, again in in_turn(ways, ways[0], number):
             watch.begin(f"decode, round {number + 1} of {rounds}: {way.mode}")
             steps = Steps(way, again, rig.decode(way, tokens, context))
             turns.append(steps)

@@ -15,10 +15,11 @@ import numpy as np
 
 from lazyio.bench.limit import DeviceLimit
 from lazyio.bench.rounds import STEADY_WITHIN
+from lazyio.bench.turns import in_turn
 from lazyio.bench.watch import Watch
 from lazyio.bench.workload import Workload
 from lazyio.engine.bench.rig import PromptRun, Rig
-from lazyio.engine.bench.ways import RESIDENT, Way, in_turn
+from lazyio.engine.bench.ways import RESIDENT, Way
 from lazyio.fetchers.base import Int64
 from lazyio.ple.cuts import makespan_s
 
@@ -90,7 +91,7 @@ class PromptBench:
         """Run every way once; whether the round stands."""
         turns = list[Timed]()
         before = None if limit is None else limit.run().rate
-        for way, again in in_turn(self._ways, number):
+        for way, again in in_turn(self._ways, self._ways[0], number):
             watch.begin(f"{len(tokens):,} tokens, round {number + 1} of {self._rounds}: {way.label}")
             run = self._rig.prompt(way, tokens, outcome.cuts, warm=outcome.warm)
             after = None if limit is None else limit.run().rate

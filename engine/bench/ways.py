@@ -37,15 +37,6 @@ def ways_of(modes: str, lookaheads: str) -> list[Way]:
     ]
 
 
-def in_turn(ways: list[Way], number: int) -> list[tuple[Way, bool]]:
-    """The turns of round `number`: the first way once more at the end, and all reversed in every other round.
-
-    The second of each pair tells whether it is that second run.
-    """
-    turns = [*((way, False) for way in ways), (ways[0], True)]
-    return turns[::-1] if number % 2 else turns
-
-
 def _words(name: str, text: str) -> list[str]:
     words = [word.strip() for word in text.split(",")]
     if not all(words) or len(set(words)) < len(words):

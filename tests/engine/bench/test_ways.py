@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lazyio import SettingError
-from lazyio.engine.bench.ways import Way, in_turn, ways_of
+from lazyio.engine.bench.ways import Way, ways_of
 
 
 def test_all_pairs_with_mode_off_first_and_once() -> None:
@@ -23,10 +23,3 @@ def test_all_pairs_with_mode_off_first_and_once() -> None:
 def test_words_that_are_none(modes: str, lookahead: str, said: str) -> None:
     with pytest.raises(SettingError, match=said):
         ways_of(modes, lookahead)
-
-
-def test_every_other_round_goes_backwards_and_the_first_way_runs_twice() -> None:
-    ways = [Way("off", 0), Way("on", 0)]
-    forwards = [(ways[0], False), (ways[1], False), (ways[0], True)]
-    assert in_turn(ways, 0) == in_turn(ways, 2) == forwards
-    assert in_turn(ways, 1) == forwards[::-1]
