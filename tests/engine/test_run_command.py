@@ -158,7 +158,10 @@ def test_an_interrupt_keeps_what_there_is(bare: Path, tmp_path: Path) -> None:
         assert process.stdout is not None
         begun = process.stdout.read(20)  # some tokens
         process.send_signal(signal.SIGINT)
-        rest, said = process.communicate(timeout=60)
+        try:
+            rest, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 128 + signal.SIGINT
     assert all(word.isdecimal() for word in (begun + rest).split())
     *_, account, interrupted = said.splitlines()
