@@ -48,7 +48,7 @@ def show(outcome: EngineOutcome, console: Console) -> None:
 
 def _prompt_table(outcome: PromptOutcome, ways: Sequence[Way]) -> Table:
     heat = "warm" if outcome.warm else "cold"
-    cuts = f"{len(outcome.cuts)} ubatches of at most {max(outcome.cuts):,}"
+    cuts = f"{len(outcome.cuts)} ubatches of at most {max(outcome.cuts):,}" if len(outcome.cuts) > 1 else "one ubatch"
     table = _table(f"prompt of {outcome.tokens:,} tokens, {heat}, {cuts}: median [lowest, highest]", "mode +lookahead")
     columns: dict[str, Callable[[list[Timed]], str]] = {
         "T, ms": lambda runs: _spread([1e3 * timed.run.wall_s for timed in runs]),
@@ -127,8 +127,8 @@ def _method(outcome: EngineOutcome) -> list[str]:
         limits = [rate for turns in prompt.rounds for timed in turns for rate in timed.limits or ()]
         if limits:
             unsteady = sum(not timed.steady for turns in prompt.rounds for timed in turns)
-            beside = f"; {unsteady} runs beside an unsteady device" if unsteady else ""
-            again = f"; {prompt.repeats} rounds were run again" if prompt.repeats else ""
+            beside = f"; runs beside an unsteady device: {unsteady}" if unsteady else ""
+            again = f"; rounds that were run again: {prompt.repeats}" if prompt.repeats else ""
             lines.append(
                 f"Prompt of {prompt.tokens:,}: {sum(prompt.reads):,} reads at least; the device's limit "
                 f"{_spread(limits)} reads/s{beside}{again}."

@@ -41,7 +41,7 @@ def test_prompts_and_decode(folder: Path, tmp_path: Path) -> None:
         folder, "--prompts", "20,30", "--modes", "on,uring", "--lookahead", "0,2", "--ids", ids, "--json", out, *FEW
     )
     assert result.exit_code == 0, result.output
-    assert "prompt of 30 tokens, cold" in result.output
+    assert "prompt of 30 tokens, cold, 4 ubatches of at most 8: " in result.output
     assert "uring +2" in result.output
     assert "Logits: equal, bit for bit" in result.output
     measured = json.loads(out.read_text())
@@ -69,9 +69,11 @@ def test_prompts_and_decode(folder: Path, tmp_path: Path) -> None:
 
 
 def test_warm(folder: Path) -> None:
-    result = run(folder, "--prompts", "20", "--modes", "on", "--lookahead", "1", "--warm", *FEW[6:], "--decode", "0")
+    result = run(
+        folder, "--prompts", "20", "--modes", "on", "--lookahead", "1", "--warm", "--decode", "0", *FEW[4:6], *FEW[8:]
+    )
     assert result.exit_code == 0, result.output
-    assert "prompt of 20 tokens, warm" in result.output
+    assert "prompt of 20 tokens, warm, one ubatch: " in result.output
 
 
 @pytest.mark.parametrize(
