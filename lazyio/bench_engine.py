@@ -46,8 +46,18 @@ def bench_engine(
     table: Annotated[
         Path | None, typer.Option(help="Where the table lies, if not in the model.", rich_help_panel=_MODEL)
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=_MODEL)] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=_MODEL)] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda or cuda:N.", show_default="cuda if there", rich_help_panel=_MODEL),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16.",
+            show_default="float32 on cpu, the checkpoint's own on cuda",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
     load_format: Annotated[
         str, typer.Option(help="auto, or dummy for random weights.", rich_help_panel=_MODEL)
     ] = "auto",

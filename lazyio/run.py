@@ -50,7 +50,7 @@ class Request:
 
 
 def run(
-    model: Annotated[Path, typer.Argument(help="A folder of safetensors, or a GGUF file.", show_default=False)],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A folder of safetensors, or a GGUF file.")],
     *,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Text; - reads it from stdin.", rich_help_panel=_PROMPT)
