@@ -58,6 +58,7 @@ def test_a_kernel_that_is_right(monkeypatch: pytest.MonkeyPatch):
         ({"run": lambda x: [2.01 * x]}, "double, near: the error is 0.005, the bound 0.001"),
         ({"run": lambda x: [2.0002 * x]}, "double, bits: the error is inf, the bound 0"),
         ({"controls": {"none": lambda x: x}}, "double, near: the fault 'none' is not seen"),
+        ({"controls": {"less than the bound": lambda x: 1.0001 * x}}, "the fault 'less than the bound' is not seen"),
         ({"run": lambda x: [x[9]]}, "double, bits: IndexError: index 9 is out of bounds"),
         ({"controls": {"breaks": lambda x: x[9]}}, "double, near: IndexError: index 9 is out of bounds"),
     ],

@@ -15,7 +15,7 @@ from lazyio.engine.layers.gated_delta_net import GatedDeltaNet
 from lazyio.engine.state import State
 from lazyio.engine.ubatch import Ubatch
 from lazyio.errors import Unsupported
-from lazyio.kernels.gated_delta_rule import ADVANCE, Arguments, Chunk, gated_delta_rule, reference, supports
+from lazyio.kernels.gated_delta_rule import ADVANCE, Arguments, Chunk, _work, gated_delta_rule, reference, supports
 
 
 def of_one(tokens: int, before: int, device: torch.device, seed: int = 3) -> Arguments:
@@ -64,6 +64,13 @@ def test_cuts_within_blocks_and_steps_give_the_same_but_for_rounding(sizes: list
     within = 1e-6 if device.type == "cpu" else 1e-2
     assert relative(found, exact) < within
     assert relative(memory, last) < within
+
+
+def test_one_token_is_a_step_wherever_it_lies():
+    work = _work((Chunk(0, 1, 9), Chunk(1, 66, 63), Chunk(67, 8, 0)), torch.device("cpu"))
+    assert (work.stepping, work.tokens.tolist()) == ((0, 1), [0, 66])
+    assert (work.following, work.sequences.tolist()) == ((1, 2), [[-62, 1, 66, 0], [67, 67, 75, 2]])
+    assert work.blocks.tolist() == [[-62, 1, 66], [2, 1, 66], [67, 67, 75]]
 
 
 def test_sequences_of_one_launch_are_those_of_a_launch_each(device: torch.device):
@@ -236,7 +243,7 @@ def test_a_layer_with_the_kernel_is_the_layer_without(
         gated_delta_net, "gated_delta_rule", lambda *given: launched.append(given) or gated_delta_rule(*given)
     )
     with_kernel = outputs()
-    assert len(launched) == len(ubatches)
+    assert [chunk.before for _, _, _, _, _, chunks, _ in launched for chunk in chunks] == [0, 0, 0, 66, 3, 1, 67, 4, 2]
     monkeypatch.setattr(gated_delta_net, "usable", lambda _: False)
     assert relative(with_kernel, outputs()) < 2e-5
     assert len(launched) == len(ubatches)
