@@ -19,6 +19,7 @@ from lazyio.engine.bench.report import EngineOutcome
 from lazyio.engine.bench.rig import Rig
 from lazyio.engine.bench.ways import Way, ways_of
 from lazyio.engine.llm import LLM
+from lazyio.engine.weights.load import open_source, outline
 from lazyio.errors import ModelError, SettingError
 from lazyio.units import format_bytes
 
@@ -55,9 +56,10 @@ def execute(request: EngineRequest, console: Console) -> EngineOutcome:
     """Measure what is asked for. Raises SettingError for a request that can't be, NotCold, RunsDifferError, and what
     models and tables raise."""
     lengths, ways = request.lengths(), ways_of(request.modes, request.lookahead)
+    _refuse_without_table(request)
     with LLM(request.path, **request.model) as llm:
-        if llm.table is None or llm.feed is None:
-            raise ModelError(f"{request.path} has no table whose rows could be waited for; there is nothing to compare")
+        assert llm.table is not None
+        assert llm.feed is not None
         most = max([*lengths, request.context + request.decode if request.decode else 0])
         tokens, source = tokens_of(request.ids, most, llm.model.vocab, request.seed)
         spec = llm.table.spec
@@ -81,6 +83,13 @@ def execute(request: EngineRequest, console: Console) -> EngineOutcome:
                 taken = tokens[: request.context + request.decode]
                 decode = measure_decode(rig, modes, taken, request.context, request.rounds, request.seed, watch)
     return EngineOutcome(subject, ways, prompts, decode)
+
+
+def _refuse_without_table(request: EngineRequest) -> None:
+    # Before the model is opened, which would complain of the lazy mode that it is opened with.
+    model = request.model
+    if not outline(open_source(request.path), model["load_format"], model["layers"]).row_values:
+        raise ModelError(f"{request.path} has no table whose rows could be waited for; there is nothing to compare")
 
 
 def tokens_of(path: Path | None, count: int, vocab: int, seed: int) -> tuple[list[int], str]:

@@ -102,7 +102,7 @@ def test_a_model_without_a_table(tiny: Callable[..., Any], tmp_path: Path) -> No
     tiny("qwen3_5").reference.save_pretrained(tmp_path)
     result = run(tmp_path, "--device", "cpu")
     assert result.exit_code == 2
-    assert "no table" in result.output
+    assert "has no table whose rows could be waited for; there is nothing to compare" in result.output
 
 
 def test_other_logits_void_the_comparison(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
