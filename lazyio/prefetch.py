@@ -79,8 +79,11 @@ class Prefetcher:
         _open.add(self)
 
     def _begin(self) -> None:
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        # Taken as it is, never through the condition, whose methods are Python: an interrupt could come when they have
+        # taken the lock and before the with block, and it would be held for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._thread: threading.Thread | None = None  # the one that may read
         self._queue: deque[weakref.ref[Ticket]] = deque()
         self._awaited: deque[Ticket] = deque()  # a ticket once for each thread that waits for it
         self._reading: Ticket | None = None
@@ -90,20 +93,18 @@ class Prefetcher:
     def submit(self, ids: Int64, shape: tuple[int, ...]) -> Ticket:
         """Queue a ticket for `ids` [n], valid and not to be changed by anyone. Raises TableError after `close`."""
         ticket = Ticket(self, ids, shape)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise TableError("the table is closed")
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="lazyio prefetch", daemon=True)
-                thread.start()
-                self._thread = thread
+                threading.Thread(target=self._run, name="lazyio prefetch", daemon=True).start()
             self._queue.append(weakref.ref(ticket))
             self._changed.notify_all()
         return ticket
 
     def wait_for(self, ticket: Ticket) -> None:
         """Wait until a ticket is finished; its rows are the caller's then."""
-        with self._changed:
+        with self._lock:
             if ticket._state == "queued":
                 self._awaited.append(ticket)
                 self._changed.notify_all()
@@ -117,19 +118,19 @@ class Prefetcher:
 
     def cancel(self, ticket: Ticket) -> None:
         """Finish a ticket without rows, unless they were taken."""
-        with self._changed:
+        with self._lock:
             if ticket._state != "finished" or ticket in self._unread:
                 self._unread.discard(ticket)
                 self._finish(ticket, Cancelled("the ticket was cancelled before its rows were taken"))
 
     def held_bytes(self) -> int:
         """Bytes of rows that were read and not taken."""
-        with self._changed:
+        with self._lock:
             return self._held()
 
     def close(self) -> None:
         """Refuse new tickets, cancel those not begun, and wait for the read under way. Harmless when done twice."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             for ticket in self._outstanding():
                 if ticket is not self._reading:
@@ -146,7 +147,7 @@ class Prefetcher:
         self._begin()
         self._unread, self._lenders = unread, lenders
         why = "the process forked before the rows of this ticket were read: prefetch them again"
-        with self._changed:
+        with self._lock:
             for ticket in outstanding:
                 self._finish(ticket, Cancelled(why))
 
@@ -170,6 +171,11 @@ class Prefetcher:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with self._lock:
+            # A start that was interrupted may have been followed by another.
+            if self._closed or self._thread is not None:
+                return
+            self._thread = threading.current_thread()
         try:
             while (ticket := self._next()) is not None:
                 self._serve(ticket)
@@ -179,14 +185,14 @@ class Prefetcher:
 
     def _give_up(self, error: BaseException) -> None:
         """Hand an error that should not have been to all who wait; the next ticket starts another thread."""
-        with self._changed:
+        with self._lock:
             for ticket in self._outstanding():
                 self._finish(ticket, error)
             self._thread = self._reading = None
 
     def _next(self) -> Ticket | None:
         """Wait for a ticket to read; None when the thread is to end."""
-        with self._changed:
+        with self._lock:
             while not self._closed:
                 ticket = self._first_awaited() or self._first_with_room()
                 if ticket is not None:
@@ -223,7 +229,7 @@ class Prefetcher:
             inverse = inverse.reshape(ticket._shape)  # fails where it was cancelled before its ids were taken
         except BaseException as raised:  # whatever it is, it is for who asked
             error = raised
-        with self._changed:
+        with self._lock:
             self._reading = None
             if ticket._state == "finished":  # cancelled meanwhile
                 return

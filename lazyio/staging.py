@@ -60,17 +60,17 @@ class Staging:
 
     def held_bytes(self) -> int:
         """Bytes of all areas, lent or not."""
-        with self._changed:
+        with self._lock:
             return self._held()
 
     def close(self) -> None:
         """Give back what is not lent."""
-        with self._changed:
+        with self._lock:
             self._free.clear()
 
     def give_back(self, area: Area) -> None:
         """End a lease."""
-        with self._changed:
+        with self._lock:
             if area in self._lent:  # not so in a child that was forked during the lease
                 self._lent.discard(area)
                 bisect.insort(self._free, area, key=lambda free: len(free))
@@ -83,7 +83,7 @@ class Staging:
         """
         if size > self.budget_bytes:
             return None
-        with self._changed:
+        with self._lock:
             return self._lend(min(self._rounded(size), self.budget_bytes))
 
     def take(self, size: int) -> Area:
@@ -92,7 +92,7 @@ class Staging:
         if size > self.budget_bytes:
             needs, has = format_bytes(rounded), format_bytes(self.budget_bytes)
             raise NeverFits(f"a read needs {needs} of staging and the budget has {has} for that: raise budget")
-        with self._changed:
+        with self._lock:
             while (area := self._lend(min(rounded, self.budget_bytes))) is None:
                 self._changed.wait(_LOOK_AGAIN_S)
             return area
@@ -123,7 +123,9 @@ class Staging:
         self._begin()
 
     def _begin(self) -> None:
-        self._changed = threading.Condition()
+        # Taken as it is, never through the condition: an interrupt inside its methods could leave it taken for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._free: list[Area] = []  # smallest first
         # Weakly: an area whose lease an interrupt cut off, or that was forgotten, goes with what refers to its memory.
         self._lent: weakref.WeakSet[Area] = weakref.WeakSet()

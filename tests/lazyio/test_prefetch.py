@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
@@ -305,6 +306,46 @@ def test_an_interrupted_wait_leaves_other_threads_waiting(
         held.let_go()
         other.result(timeout=30)
         check_result(first, made, [1])
+
+
+def test_an_interrupt_at_any_step_leaves_no_lock_taken(
+    open_double: Callable[..., LazyTable], spec: TableSpec, made: MadeTable
+) -> None:
+    with open_double(spec, budget_bytes=MIB) as table:
+        step = 0
+        while interrupted_at(step, lambda: table.prefetch([1, 2]).cancel()):
+            changed: Any = table._prefetcher._changed
+            if changed._is_owned():
+                changed.release()  # or closing the table would wait for ever
+                pytest.fail(f"step {step} left the lock taken")
+            check_result(table.prefetch([3]), made, [3])
+            step += 1
+        assert step > 10
+    assert all(thread.name != "lazyio prefetch" for thread in threading.enumerate())
+
+
+def interrupted_at(step: int, act: Callable[[], object]) -> bool:
+    """Interrupt it at its nth step, a call of a function in Python or the return of one in C; whether it got there."""
+    count = 0
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        name = frame.f_code.co_filename
+        if event in ("call", "c_return") and (name.endswith("/threading.py") or "lazyio" in name):
+            count += 1
+            if count == step + 1:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(before)
+    return False
 
 
 def test_a_thread_that_fails_leaves_nobody_waiting(
