@@ -44,17 +44,25 @@ class Started:
         Raises what `LazyTable.gather` raises, and TableError where the table was closed before they were asked for.
         """
         if not self._there:
-            own = self._owner == (os.getpid(), threading.get_ident())
-            with self._turn if own else self._gate.turn, self._end as stats:
-                finish = self._take_finish() if own else None
-                if finish is None:
-                    self._rows.gather(self._asked, self._packed, stats)
-                else:
+            finish = self._take_finish()
+            if finish is None:
+                self._result = self._read_anew()
+            else:
+                with self._turn, self._end as stats:
                     finish(self._packed, stats)
             self._there = True
         return self._result
 
     def _take_finish(self) -> Finish | None:
-        """What waits for the reads, once."""
+        """What waits for the reads, once, and only in the thread that began them."""
+        if self._owner != (os.getpid(), threading.get_ident()):
+            return None
         finish, self._finish = self._finish, None
         return finish
+
+    def _read_anew(self) -> Bytes:
+        """The rows in an array of their own: into the first one, another thread may be copying rows right now."""
+        result = np.empty_like(self._result)
+        with self._gate.turn, Gather(self._gate, 0, gathers=0) as stats:
+            self._rows.gather(self._asked, result.reshape(self._packed.shape), stats)
+        return result

@@ -24,6 +24,7 @@ from lazyio.fetchers.conformance import MadeTable, run_in_child
 from lazyio.fetchers.faults import Faults, with_faults
 from lazyio.fetchers.faulty_kernel import with_faulty_kernel
 from lazyio.fetchers.trace import traced
+from lazyio.gate import Gate, TableStats
 from lazyio.started import Started
 
 OpenWay = Callable[..., LazyTable]
@@ -503,3 +504,63 @@ def test_faults_above_rows_in_memory(spec: TableSpec, made: MadeTable) -> None:
     with open_table(spec, mode="on", wrap=wrap) as table:
         for ids, started in outstanding(table):
             check(started, made, ids)
+
+
+# --- rows that two threads ask for -----------------------------------------------------------------------------------
+
+
+class HalfWay:
+    """Rows of ones that are zeros half-way through the end of what was started; that fails where `fails` is set."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.ending, self.go, self.half_way, self.go_on = (threading.Event() for _ in range(4))
+        self._fails = fails
+
+    def gather(self, asked: np.ndarray, rows: Bytes, stats: TableStats) -> None:
+        stats.reads += 1
+        rows[:] = 1
+
+    read = gather
+
+    def start(self, asked: np.ndarray, stats: TableStats) -> Callable[[Bytes, TableStats], None]:
+        def finish(rows: Bytes, stats: TableStats) -> None:
+            stats.reads += 10
+            if self._fails:
+                raise OSError("on purpose")
+            self.ending.set()
+            assert self.go.wait(10)
+            rows[:] = 0
+            self.half_way.set()
+            assert self.go_on.wait(10)
+            rows[:] = 1
+
+        return finish
+
+    def close(self) -> None:
+        pass
+
+
+def test_rows_that_were_given_stay_as_they_are() -> None:
+    """Whoever asks before the thread that began has them must not see what that one is still copying."""
+    way = HalfWay()
+    with ThreadPoolExecutor(1) as other:
+        started = other.submit(Started, Gate(), way, np.arange(3), 4).result()
+        ending = other.submit(started.rows)
+        assert way.ending.wait(10)
+        given = started.rows()
+        way.go.set()
+        assert way.half_way.wait(10)
+        assert given.all()
+        way.go_on.set()
+        assert ending.result().all()
+    assert started.rows().all()
+
+
+def test_what_an_end_that_failed_did_is_counted_once() -> None:
+    gate = Gate()
+    started = Started(gate, HalfWay(fails=True), np.arange(3), 4)
+    with pytest.raises(OSError, match="on purpose"):
+        started.rows()
+    assert started.rows().all()
+    assert gate.stats.reads == 11
+    assert gate.stats.gathers == 1
