@@ -14,6 +14,7 @@ from lazyio.engine.account import Account, Meter
 from lazyio.engine.sampling import Sampler
 from lazyio.engine.sequence import TokenSequence
 from lazyio.engine.stopping import StopStrings
+from lazyio.errors import ModelError
 
 if TYPE_CHECKING:
     from lazyio.engine.text.text import Text
@@ -114,6 +115,12 @@ class Reply(Iterator[Piece]):
         began = time.perf_counter()
         token = int(chosen)  # the one time in a step that the host waits for the device
         self._meter.device_awaited(time.perf_counter() - began)
+        if token < 0:
+            known = len(self._plan.tokens) + len(self._tokens)
+            raise ModelError(
+                f"the logits after {known} tokens are no finite numbers: the weights are damaged, or values outgrow "
+                "the dtype; load the model with dtype float32, or copy it again"
+            )
         return token
 
     def _reason_to_end(self) -> str | None:

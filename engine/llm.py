@@ -168,7 +168,8 @@ class LLM:
 
         Raises, before anything runs, PromptError for a prompt that is empty, has ids beyond the vocabulary or goes with
         its reply beyond the model's context; ModelError for text where there is no tokenizer; SettingError for an
-        argument out of range; NeverFits where memory does not suffice. Later, ReadError for rows that can't be read.
+        argument out of range; NeverFits where memory does not suffice. Later, ReadError for rows that can't be read,
+        and ModelError for weights whose logits are no finite numbers.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         completions = []

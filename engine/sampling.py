@@ -61,12 +61,19 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The token for logits float32 [vocab]: int64 [], on their device. Of equal likeliest ones, the lowest id."""
+        """The token for logits float32 [vocab]: int64 [], on their device. Of equal likeliest ones, the lowest id.
+
+        -1 where the logits are no finite numbers, which nothing waits to find out.
+        """
         assert logits.shape == (self.vocab,), f"logits of {self.vocab} tokens are needed; got {list(logits.shape)}"
-        if self.sampling.temperature == 0:
-            return logits.argmax()
-        # Less the maximum first: a small temperature then makes zeros of the others, where it would make infinities.
-        scaled = (logits - logits.max()) / self.sampling.temperature
+        most, likeliest = logits.max(0)  # NaN where any of them is
+        chosen = likeliest if self.sampling.temperature == 0 else self._random(logits - most)
+        return chosen.where(most.isfinite(), -1)
+
+    def _random(self, logits: torch.Tensor) -> torch.Tensor:
+        """A token by its probability. Logits come less their maximum: a small temperature makes zeros of the others,
+        where it would make infinities."""
+        scaled = logits / self.sampling.temperature
         values, tokens = self._ranked(scaled)
         chosen = self._drawn(self._limited(values.softmax(-1)))
         return chosen if tokens is None else tokens.gather(0, chosen[None])[0]

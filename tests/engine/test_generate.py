@@ -7,6 +7,7 @@ import torch
 from lazyio.engine.account import Meter
 from lazyio.engine.generate import Piece, Plan, Reply
 from lazyio.engine.sampling import Sampler, Sampling
+from lazyio.errors import ModelError
 
 VOCAB = 30
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -169,3 +170,21 @@ def test_without_a_tokenizer_there_are_ids() -> None:
     reply = Reply(sequence, plan, Sampler(Sampling(), VOCAB), None, Meter(1, [1], None, on_cuda=False))  # type: ignore[arg-type]
     assert list(reply) == [Piece(5, ""), Piece(6, "")]
     assert (reply.completion.text, reply.completion.finish_reason) == ("", "length")
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.5, seed=1)], ids=["greedy", "random"]
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_it(sampling: Sampling, value: float) -> None:
+    class Broken(Scripted):
+        def step_logits(self, token: int) -> torch.Tensor:
+            return super().step_logits(token).index_fill(0, torch.tensor([7]), value)
+
+    sequence: Any = Broken([3, 4])
+    meter = Meter(2, [2], None, on_cuda=False)
+    with Reply(sequence, Plan([1, 2], [2], 5, (), ()), Sampler(sampling, VOCAB), None, meter) as reply:
+        next(reply)
+        with pytest.raises(ModelError, match="the logits after 3 tokens are no finite numbers"):
+            next(reply)
+    assert sequence.log[-1] == "close"
