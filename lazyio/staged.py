@@ -22,8 +22,6 @@ End = Callable[[], ReadStats]
 #: Ends a gather that was begun: fills its rows [n, row_bytes], and adds what that did to the stats.
 #: Called once at most, by the thread that has begun it, in the same process.
 Finish = Callable[[Bytes, TableStats], None]
-#: Takes rows ids [n] as they come: uint8 [n, row_bytes], which it must copy.
-Keep = Callable[[Int64, Bytes], None]
 
 # Ids that are looked at together where a request is longer: enough to make a call's cost small, few enough to be
 # nothing beside the rows themselves.
@@ -34,6 +32,8 @@ FEW_IDS = 64
 _SHARE = 8
 # What a row costs beside its bytes while it is gathered: its id, place, order and inverse.
 _INDEX_BYTES_PER_ROW = 160
+# From so many rows on, which take a disk some milliseconds, the cache has all its memory brought meanwhile.
+_MANY_ROWS = 1024
 
 
 class StagedRows:
@@ -66,7 +66,7 @@ class StagedRows:
             piece = slice(start, start + self.piece_rows)
             plan = self._plan(unique[piece])
             with self._staging.lease(self._buffer_bytes(plan)) as buffer:
-                self._read(unique[piece], plan, buffer, rows[piece], stats)
+                self._read(plan, buffer, rows[piece], stats)
 
     def start(self, asked: NDArray[Any], stats: TableStats) -> Finish:
         """Begin to read each distinct row once; `Rows` has the contract."""
@@ -88,23 +88,18 @@ class StagedRows:
         return finish
 
     @contextmanager
-    def packed(self, unique: Int64, stats: TableStats, keep: Keep | None = None) -> Iterator[Bytes]:
-        """Read rows `unique`, which ascend and do not repeat, `piece_rows` at most; lend uint8 [unique, row_bytes].
-
-        `keep`, if given, gets each row once, some while the next ones are still being read.
-        """
+    def packed(self, unique: Int64, stats: TableStats) -> Iterator[Bytes]:
+        """Read rows `unique`, which ascend and do not repeat, `piece_rows` at most; lend uint8 [unique, row_bytes]."""
         if len(unique) <= self._few_ids:
             few = np.empty((len(unique), self.row_bytes), np.uint8)
             self._gather_few(unique.tolist(), few, stats)
-            if keep is not None:
-                keep(unique, few)
             yield few
             return
         plan = self._plan(unique)
         buffer_bytes = self._buffer_bytes(plan)
         with self._staging.lease(buffer_bytes + len(unique) * self.row_bytes) as area:
             packed = area[buffer_bytes:].reshape(len(unique), self.row_bytes)
-            self._read(unique, plan, area[:buffer_bytes], packed, stats, keep)
+            self._read(plan, area[:buffer_bytes], packed, stats)
             yield packed
 
     def check_files_of(self, ids: Int64) -> None:
@@ -222,19 +217,10 @@ class StagedRows:
         whole = plan.reads.buffer_bytes
         return whole if whole <= self._share_bytes else max(self._share_bytes, int(plan.reads.length.max()))
 
-    def _read(
-        self,
-        unique: Int64,
-        plan: RowPlan,
-        buffer: Bytes,
-        packed: Bytes,
-        stats: TableStats,
-        keep: Keep | None = None,
-    ) -> None:
-        """Read rows `unique` as planned to `packed` [rows, row_bytes], by way of `buffer`; `keep` gets them all."""
+    def _read(self, plan: RowPlan, buffer: Bytes, packed: Bytes, stats: TableStats) -> None:
+        """Read the rows of a plan to `packed` [rows, row_bytes], by way of `buffer`."""
         for piece, first in plan.pieces(len(buffer)):
-            rows = slice(first, first + len(piece.position))
-            extractor = _Extractor(piece, buffer, unique[rows], packed[rows], keep)
+            extractor = _Extractor(piece, buffer, packed[first : first + len(piece.position)])
             stats.add(self._fetcher.read(piece.reads, buffer, extractor.landed))
             extractor.landed(len(piece.reads))
 
@@ -312,22 +298,25 @@ class CachedRows:
         self.staged.check_files_of(ids)  # of a file that has changed, what is held is no longer right
         missing = self.cache.take(ids, out)
         stats.cache_hits += len(ids) - len(missing)
+        if len(missing) >= _MANY_ROWS:
+            self.cache.make_ready()
         return missing
 
     def _read(self, unique: Int64, out: Bytes, places: Int64, inverse: Int64 | slice, stats: TableStats) -> None:
         """Read rows `unique`, keep them, and copy row `inverse[i]` of them to place `places[i]` of `out`."""
-        with self.staged.packed(unique, stats, self.cache.insert) as packed:
+        with self.staged.packed(unique, stats) as packed:
+            self.cache.insert(unique, packed)
             as_items(out)[places] = as_items(packed)[inverse]
 
 
 class _Extractor:
-    """Copies rows out of landed windows, and has them kept, while the next ones are still being read."""
+    """Copies rows out of landed windows while the next ones are still being read."""
 
     # Fewer rows than this are not worth a call of their own.
     _AT_LEAST = 1024
 
-    def __init__(self, plan: RowPlan, buffer: Bytes, ids: Int64, packed: Bytes, keep: Keep | None) -> None:
-        self._plan, self._ids, self._packed, self._keep = plan, ids, packed, keep
+    def __init__(self, plan: RowPlan, buffer: Bytes, packed: Bytes) -> None:
+        self._plan = plan
         self._anywhere = _items_anywhere(buffer, packed.shape[1])
         self._rows = as_items(packed)
         self._done = 0
@@ -338,8 +327,6 @@ class _Extractor:
         if rows - self._done >= self._AT_LEAST or rows == len(self._rows) > self._done:
             now = slice(self._done, rows)
             self._rows[now] = self._anywhere[self._plan.position[now]]
-            if self._keep is not None:
-                self._keep(self._ids[now], self._packed[now])
             self._done = rows
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from lazyio.errors import NeverFits
 from lazyio.fetchers.base import Bytes, Int64
+from lazyio.fetchers.mapping import libc
 from lazyio.forking import renew_in_child
 from lazyio.units import format_bytes
 
@@ -43,6 +44,8 @@ _HALF = np.uint64(32)
 # the low byte first. Its product with this number has w in the top byte.
 _NUMBER_OF_BYTE = np.uint64(0x0001020304050607)
 _TOP_BYTE = np.uint64(56)
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, which kernels before 5.14 do not know
+_POPULATE_BYTES = 4 << 20  # a call, after which whoever closes the cache need wait no longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,27 @@ class RowCache:
         self._allocate(self._sets * _WAYS, row_bytes, tag)
         self._epoch, self._renewed = 1, 0
         self._hits = self._misses = self._inserted = self._evicted = 0
+        self._is_ready = False
         self.renew()
         renew_in_child(self)
 
     def renew(self) -> None:
         """Have a free lock in a child. What is held is right whenever the fork came, so it is kept."""
         self._lock = threading.Lock()
+        self._populating: threading.Thread | None = None
+
+    def make_ready(self) -> None:
+        """Have the kernel bring the memory of all places, in a thread that ends with that: once, and without waiting.
+
+        Places are taken at random, so that else nearly every row of the first ubatches would wait for a page. To be
+        called when many rows are about to be read, which takes longer.
+        """
+        with self._lock:
+            if self._is_ready:
+                return
+            self._is_ready = True
+            self._populating = threading.Thread(target=self._populate, name="lazyio cache", daemon=True)
+            self._populating.start()
 
     def take(self, ids: Int64, out: Bytes) -> Int64:
         """Copy the rows among `ids` [n] that are held to their places in `out` [n, row_bytes].
@@ -140,6 +158,18 @@ class RowCache:
         """Free the memory, when nobody uses the cache any more. What was counted stays."""
         with self._lock:
             self._allocate(0, self._rows.shape[1], self._tags.dtype)
+            populating, self._populating, self._is_ready = self._populating, None, True
+        if populating is not None:
+            populating.join()
+
+    def _populate(self) -> None:
+        memory = (self._tags, self._used, self._rows)
+        for part in memory:
+            address, size = part.ctypes.data, part.nbytes
+            for start in range(0, size, _POPULATE_BYTES):
+                if self._rows is not memory[-1]:
+                    return  # the cache was closed
+                libc().madvise(address + start, min(_POPULATE_BYTES, size - start), _POPULATE_WRITE)
 
     def _allocate(self, places: int, row_bytes: int, tag: np.dtype[Any]) -> None:
         self._tags: NDArray[Any] = _memory(places * tag.itemsize).view(tag)

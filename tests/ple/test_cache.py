@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lazyio import NeverFits
 from lazyio.fetchers.base import Bytes, Int64
 from lazyio.fetchers.conformance import run_in_child
+from lazyio.fetchers.mapping import libc
 from lazyio.ple.cache import RowCache
 
 ROW_BYTES = 24
@@ -158,6 +159,39 @@ def test_closing_frees_the_memory_and_keeps_the_counts(cache: RowCache) -> None:
     assert (stats.hits, stats.misses, stats.inserted) == (10, 2, 10)
     assert list(cache.held()) == []
     cache.close()
+
+
+def in_memory(part: Bytes) -> int:
+    """OS pages of an array that the kernel has brought."""
+    pages = np.zeros(-(-part.nbytes // 4096), np.uint8)
+    assert libc().mincore(part.ctypes.data, part.nbytes, pages.ctypes.data) == 0
+    return int((pages & 1).sum())
+
+
+def test_its_memory_is_brought_once_and_changes_nothing() -> None:
+    cache = RowCache(10**6, ROW_BYTES, 16 << 20)
+    keep(cache, np.arange(1000))
+    before = in_memory(cache._rows)
+    cache.make_ready()
+    populating = cache._populating
+    assert populating is not None
+    populating.join()
+    assert before < in_memory(cache._rows) == -(-cache._rows.nbytes // 4096)
+    assert not len(take(cache, np.arange(1000)))
+    cache.make_ready()
+    assert cache._populating is populating
+    cache.close()
+
+
+def test_closing_waits_for_what_brings_the_memory() -> None:
+    cache = RowCache(10**7, ROW_BYTES, 256 << 20)
+    cache.make_ready()
+    populating = cache._populating
+    assert populating is not None
+    cache.close()
+    assert not populating.is_alive()
+    cache.make_ready()
+    assert cache._populating is None
 
 
 def test_all_that_is_held_is_listed_once(cache: RowCache) -> None:
