@@ -69,7 +69,7 @@ def bench_engine(
     json: Annotated[Path | None, typer.Option(help="Write all results to this file.", rich_help_panel=_ROUNDS)] = None,
 ) -> None:
     """Compare lazy modes under a whole model: prompts beside their floor T*, and decode steps."""
-    from lazyio.engine.bench.report import show
+    from lazyio.engine.bench.report import show_latest, show_method
     from lazyio.engine.bench.session import EngineRequest, execute
 
     check_writable(json)
@@ -96,7 +96,13 @@ def bench_engine(
         ids=ids,
         seed=seed,
     )
-    outcome = execute(request, Console(stderr=True))
-    show(outcome, Console(width=None if Console().is_terminal else WIDTH, highlight=False))
-    if json is not None:
-        json.write_text(json_format.dumps(outcome.as_json(), indent=2) + "\n")
+    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False)
+    outcome = None
+    try:
+        for outcome in execute(request, Console(stderr=True)):
+            show_latest(outcome, console)
+            if json is not None:
+                json.write_text(json_format.dumps(outcome.as_json(), indent=2) + "\n")
+    finally:  # what was measured before an interrupt or an error stands
+        if outcome is not None:
+            show_method(outcome, console)

@@ -18,9 +18,9 @@ from lazyio.engine.bench.prompts import PromptOutcome, Timed
 from lazyio.engine.bench.ways import Way
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineOutcome:
-    """Everything, with the words that say how it was had."""
+    """Everything that was measured so far, with the words that say how it was had."""
 
     subject: str  # the model, its table, the device
     ways: list[Way]
@@ -36,12 +36,16 @@ class EngineOutcome:
         }
 
 
-def show(outcome: EngineOutcome, console: Console) -> None:
-    """Print everything."""
-    for prompt in outcome.prompts:
-        console.print(_prompt_table(prompt, outcome.ways))
+def show_latest(outcome: EngineOutcome, console: Console) -> None:
+    """Print what was measured last."""
     if outcome.decode is not None:
         console.print(_decode_table(outcome.decode))
+    else:
+        console.print(_prompt_table(outcome.prompts[-1], outcome.ways))
+
+
+def show_method(outcome: EngineOutcome, console: Console) -> None:
+    """Print what the figures are, and how they were had."""
     for line in (outcome.subject, *_method(outcome)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +54,11 @@ class EngineRequest:
         return [int(word) for word in words]
 
 
-def execute(request: EngineRequest, console: Console) -> EngineOutcome:
-    """Measure what is asked for. Raises SettingError for a request that can't be, NotCold, RunsDifferError, and what
-    models and tables raise."""
+def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]:
+    """Measure what is asked for; the outcome so far, whenever a prompt or the decode steps are done.
+
+    Raises SettingError for a request that can't be, NotCold, RunsDifferError, and what models and tables raise.
+    """
     lengths, ways = request.lengths(), ways_of(request.modes, request.lookahead)
     _refuse_without_table(request)
     with LLM(request.path, **request.model) as llm:
@@ -72,17 +76,16 @@ def execute(request: EngineRequest, console: Console) -> EngineOutcome:
         bench = PromptBench(rig, ways, request.rounds, request.seed)
         steps = request.rounds * (len(ways) + 1)
         with Watch(console, steps) as watch:
-            prompts = [
-                bench.measure(tokens[:length], cuts[length], warm=warm, watch=watch)
-                for length in lengths
-                for warm in heats
-            ]
-            decode = None
+            outcome = EngineOutcome(subject, ways, [], None)
+            for length, warm in product(lengths, heats):
+                measured = bench.measure(tokens[:length], cuts[length], warm=warm, watch=watch)
+                outcome.prompts.append(measured)
+                yield outcome
             if request.decode:
                 modes = [Way(mode, 0) for mode in dict.fromkeys(way.mode for way in ways)]
                 taken = tokens[: request.context + request.decode]
-                decode = measure_decode(rig, modes, taken, request.context, request.rounds, request.seed, watch)
-    return EngineOutcome(subject, ways, prompts, decode)
+                outcome.decode = measure_decode(rig, modes, taken, request.context, request.rounds, request.seed, watch)
+                yield outcome
 
 
 def _refuse_without_table(request: EngineRequest) -> None:

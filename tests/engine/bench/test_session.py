@@ -68,6 +68,21 @@ def test_prompts_and_decode(folder: Path, tmp_path: Path) -> None:
     assert turns[0]["run"]["logits"] != steps[0]["run"]["logits"]
 
 
+def test_what_was_measured_before_an_error_stands(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RunsDifferError("void")
+
+    monkeypatch.setattr("lazyio.engine.bench.session.measure_decode", fails)
+    out = tmp_path / "out.json"
+    result = run(folder, "--prompts", "20", "--modes", "on", "--lookahead", "1", "--json", out, *FEW)
+    assert result.exit_code == 2
+    assert "prompt of 20 tokens, cold" in result.output
+    assert "T is the time from" in result.output
+    assert len(json.loads(out.read_text())["prompts"]) == 1
+
+
 def test_warm(folder: Path) -> None:
     result = run(
         folder, "--prompts", "20", "--modes", "on", "--lookahead", "1", "--warm", "--decode", "0", *FEW[4:6], *FEW[8:]
