@@ -100,11 +100,12 @@ class Context:
     Raises Unsupported where the kernel gives no queue.
     """
 
+    _handle = 0  # of the class, for one that an interrupt left half made
+
     def __init__(self, entries: int) -> None:
         self.entries = entries
         self.busy = False
         self._pid = os.getpid()
-        self._handle = 0
         self._setup, self._destroy, self._submit, self._getevents = _calls()
         handle = ctypes.c_ulong(0)
         refused = -_call(self._setup, entries, ctypes.addressof(handle))

@@ -211,6 +211,10 @@ def test_refusals_are_named(monkeypatch, code, words):
         Context(8)
 
 
+def test_one_that_an_interrupt_left_half_made_goes_in_silence():
+    Context.__new__(Context).close()
+
+
 def test_an_unknown_machine_is_unsupported(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "vax")
     aio._calls.cache_clear()
