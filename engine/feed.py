@@ -46,7 +46,9 @@ class Feed:
         Their reads begin now, in this thread. Raises what `LazyTable.start` raises, RowIndexError for wrong tokens.
         """
         ids = [self.row_ids(tokens, before) for tokens, before in sequences]
-        return TokenRows(self._rows.start(ids[0] if len(ids) == 1 else np.concatenate(ids)))
+        if len(ids) != 1:
+            ids = [np.concatenate([np.empty((0, self.row_ids.heads), np.int64), *ids])]
+        return TokenRows(self._rows.start(ids[0]))
 
     def _row_ids(self, chunks: Iterable[Tokens], before: Tokens | None) -> Iterator[Int64]:
         for tokens in chunks:

@@ -197,6 +197,11 @@ def test_a_step_writes_to_a_fixed_place(table: LazyTable) -> None:
         feed_of(table).step([([1], None)]).values(torch.zeros(1, 16, 160))
 
 
+def test_a_step_of_nothing(table: LazyTable) -> None:
+    for sequences in ([], [([], None)], [([], None), ([], TOKENS[:2])]):
+        assert feed_of(table).step(sequences).values().shape == (0, 16 * 160)
+
+
 def test_a_step_is_under_way_when_it_returns(table: LazyTable) -> None:
     rows = feed_of(table).step([(TOKENS[5:6], TOKENS[:5])])
     assert table.stats().gathers == 1
