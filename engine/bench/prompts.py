@@ -65,6 +65,7 @@ class PromptBench:
 
     def __init__(self, rig: Rig, ways: list[Way], rounds: int, seed: int) -> None:
         self._rig, self._ways, self._rounds, self._seed = rig, ways, rounds, seed
+        self._depth: int | None = None  # of the device's queue, once it is chosen
 
     def measure(self, tokens: Sequence[int], cuts: list[int], *, warm: bool, watch: Watch) -> PromptOutcome:
         """All rounds. Raises NotCold, RunsDifferError, and what tables raise."""
@@ -72,14 +73,20 @@ class PromptBench:
         limit = self._limit(new, len(tokens))
         outcome = PromptOutcome(len(tokens), cuts, warm, limit.windows_of)
         if not warm:
-            watch.begin("device limit: the best queue depth")
-            limit.choose_depth()
+            self._set_depth(limit, watch)
         self._rig.prompt(self._ways[0], tokens, cuts, warm=warm)  # libraries choose and compile their kernels
         for number in range(self._rounds):
             while not self._round(number, tokens, outcome, None if warm else limit, watch):
                 outcome.repeats += 1
                 watch.note("the round is run again: the device was not the same before and after a run")
         return outcome
+
+    def _set_depth(self, limit: DeviceLimit, watch: Watch) -> None:
+        if self._depth is None:
+            watch.begin("device limit: the best queue depth")
+            limit.choose_depth()
+            self._depth = limit.queue_depth
+        limit.queue_depth = self._depth
 
     def _limit(self, new: list[Int64], tokens: int) -> DeviceLimit:
         workload = Workload(tuple(new), "the rows of the prompt, each once", tokens, None)
