@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import warnings
@@ -48,6 +49,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; the entry point of the package."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # replies may have characters that a terminal has not
     warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
     app()
 

@@ -163,3 +163,9 @@ def test_a_reader_that_leaves_is_no_error(model: Path) -> None:
     command = f'{sys.executable} -c "{MAIN}" settings | true'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
+
+
+def test_a_character_that_the_terminal_has_not_is_no_error() -> None:
+    code = "import sys; from lazyio import cli; cli.app = lambda: print('\\u00e9t\\u00e9'); cli.main()"
+    done = run(code, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "?t?\n", "")
