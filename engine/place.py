@@ -26,7 +26,7 @@ def device_of(asked: str | torch.device | None) -> torch.device:
         device = torch.device(asked)
     except (RuntimeError, TypeError) as error:
         raise SettingError(f"device is {asked!r}; it can be cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
         raise SettingError(f"device is {str(device)!r}; it can be cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:

@@ -15,7 +15,7 @@ def test_the_device_asked_for() -> None:
     assert device_of(CPU) == CPU
 
 
-@pytest.mark.parametrize("asked", ["gpu", "mps", "meta", 1.5])
+@pytest.mark.parametrize("asked", ["gpu", "mps", "meta", "cpu:3", 1.5])
 def test_devices_there_are_not(asked: str) -> None:
     with pytest.raises(SettingError, match=r"device is .*; it can be cpu, cuda or cuda:N"):
         device_of(asked)
