@@ -91,6 +91,7 @@ class Text:
     def _encoded(self, text: str, *, plain: bool) -> list[int]:
         """Ids of plain text, with the special tokens that stand around it, or of text that has its special tokens."""
         try:
+            text.encode()  # tells what is wrong with half a character, as the tokenizer does not
             with self._lock:
                 self._tokenizer.encode_special_tokens = plain
                 ids: list[int] = self._tokenizer.encode(text, add_special_tokens=plain).ids
