@@ -43,6 +43,8 @@ class SafetensorsCheckpoint(Checkpoint):
         """The tensor of that name. Raises TableError where the index says what its file does not."""
         file = self._file_of[name]
         if file not in self._headers:
+            if not os.path.exists(file):
+                raise TableError(f"{self.path}: tensor {name!r} should be in {file}, which is missing; bring it there")
             self._headers[file] = read_safetensors(file)
         if name not in self._headers[file]:
             raise TableError(f"{self.path}: tensor {name!r} should be in {file} and is not; one of the two is outdated")
