@@ -21,6 +21,7 @@ from lazyio.engine.bench.report import EngineOutcome
 from lazyio.engine.bench.rig import Rig
 from lazyio.engine.bench.ways import Way, ways_of
 from lazyio.engine.llm import LLM
+from lazyio.engine.place import check_state
 from lazyio.engine.weights.load import open_source, outline
 from lazyio.errors import ModelError, SettingError
 from lazyio.units import format_bytes
@@ -57,7 +58,8 @@ class EngineRequest:
 def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]:
     """Measure what is asked for; the outcome so far, whenever a prompt or the decode steps are done.
 
-    Raises SettingError for a request that can't be, NotCold, RunsDifferError, and what models and tables raise.
+    Raises SettingError or NeverFits for a request that can't be, NotCold, RunsDifferError, and what models and tables
+    raise.
     """
     lengths, ways = request.lengths(), ways_of(request.modes, request.lookahead)
     _refuse_without_table(request)
@@ -65,6 +67,7 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
         assert llm.table is not None
         assert llm.feed is not None
         most = max([*lengths, request.context + request.decode if request.decode else 0])
+        _check_fits(llm, most)
         tokens, source = tokens_of(request.ids, most, llm.model.vocab, request.seed)
         spec = llm.table.spec
         rig = Rig(llm.model, spec, llm.feed.row_ids, request.table_options)
@@ -93,6 +96,16 @@ def _refuse_without_table(request: EngineRequest) -> None:
     model = request.model
     if not outline(open_source(request.path), model["load_format"], model["layers"]).row_values:
         raise ModelError(f"{request.path} has no table whose rows could be waited for; there is nothing to compare")
+
+
+def _check_fits(llm: LLM, tokens: int) -> None:
+    """Raise SettingError or NeverFits for a sequence longer than the model takes, or than there is memory for."""
+    if tokens > llm.model.max_tokens:
+        raise SettingError(
+            f"{tokens} tokens are asked for, and the model takes {llm.model.max_tokens}: lower --prompts, or --context "
+            "and --decode"
+        )
+    check_state(llm.model, tokens)
 
 
 def tokens_of(path: Path | None, count: int, vocab: int, seed: int) -> tuple[list[int], str]:

@@ -97,6 +97,8 @@ def test_warm(folder: Path) -> None:
         (["--prompts", "x"], "numbers of tokens"),
         (["--prompts", "", "--decode", "0"], "nothing to measure"),
         (["--modes", "maybe"], "maybe"),
+        (["--prompts", "600"], "600 tokens are asked for, and the model takes"),
+        (["--prompts", "", "--context", "600"], "728 tokens are asked for, and the model takes"),
         (["--json", "/nowhere/at/all.json"], "no folder"),
     ],
 )
@@ -108,7 +110,7 @@ def test_what_can_not_be(folder: Path, arguments: list[str], said: str) -> None:
 
 def test_ids_beyond_the_vocabulary(folder: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.full(3000, 256))
-    result = run(folder, "--ids", tmp_path / "ids.npy", "--device", "cpu")
+    result = run(folder, "--prompts", 8, *FEW, "--ids", tmp_path / "ids.npy")
     assert result.exit_code == 2
     assert "below 256 are needed" in result.output
 
