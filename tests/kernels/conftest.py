@@ -1,12 +1,7 @@
-"""Where no GPU can run a kernel, Triton's interpreter does. It must be told before a body is decorated."""
-
-import os
+"""Where kernels run."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(params=["interpreted", pytest.param("compiled", marks=pytest.mark.gpu)])
