@@ -104,17 +104,26 @@ class Prefetcher:
 
     def wait_for(self, ticket: Ticket) -> None:
         """Wait until a ticket is finished; its rows are the caller's then."""
-        with self._lock:
-            if ticket._state == "queued":
-                self._awaited.append(ticket)
-                self._changed.notify_all()
-            try:
-                self._changed.wait_for(ticket.done)
-            finally:  # an interrupt too ends the wait
-                if ticket in self._awaited:
-                    self._awaited.remove(ticket)
-            self._unread.discard(ticket)
+        try:
+            with self._lock:
+                self._wait_for(ticket)
+        except RuntimeError as error:
+            # An interrupt can leave a condition's wait, which is Python, without its lock, which then can't be released.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
+
+    def _wait_for(self, ticket: Ticket) -> None:
+        if ticket._state == "queued":
+            self._awaited.append(ticket)
             self._changed.notify_all()
+        try:
+            self._changed.wait_for(ticket.done)
+        finally:  # an interrupt too ends the wait
+            if ticket in self._awaited:
+                self._awaited.remove(ticket)
+        self._unread.discard(ticket)
+        self._changed.notify_all()
 
     def cancel(self, ticket: Ticket) -> None:
         """Finish a ticket without rows, unless they were taken."""

@@ -308,6 +308,22 @@ def test_an_interrupted_wait_leaves_other_threads_waiting(
         check_result(first, made, [1])
 
 
+def test_an_interrupt_that_takes_a_wait_its_lock_is_an_interrupt(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetcher = held.table._prefetcher
+    ticket = held.table.prefetch([1])
+
+    def interrupted(_: object) -> None:
+        prefetcher._lock.release()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prefetcher._changed, "wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ticket.result()
+    monkeypatch.undo()
+    held.let_go()
+    assert len(ticket.result()[0]) == 1
+
+
 def test_an_interrupt_at_any_step_leaves_no_lock_taken(
     open_double: Callable[..., LazyTable], spec: TableSpec, made: MadeTable
 ) -> None:
