@@ -108,7 +108,7 @@ class Prefetcher:
             with self._lock:
                 self._wait_for(ticket)
         except RuntimeError as error:
-            # An interrupt can leave a condition's wait, which is Python, without its lock, which then can't be released.
+            # An interrupt can leave a condition's wait, which is Python, without its lock, which can't be released then.
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             raise
