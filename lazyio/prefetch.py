@@ -15,7 +15,7 @@ from lazyio.forking import renew_in_child
 from lazyio.gate import Gate, Gather
 from lazyio.ple.plan import dedup
 from lazyio.rows import Rows
-from lazyio.staged import as_items
+from lazyio.staged import CachedRows, as_items
 
 # A thread without work for so long ends, and its ring with it; the next ticket starts another.
 _IDLE_S = 5.0
@@ -68,10 +68,13 @@ class Prefetcher:
     Rows that were read and not taken hold at most `limit_bytes`. A ticket that has no room stays in the queue until
     others are taken, cancelled or forgotten. One whose result is waited for is read next and needs no room, since its
     rows leave at once: so no order in which results are taken can lock up, nor a ticket that never has room.
+    Rows go to the cache of `cached`, if there is one, when whoever waits for them has them.
     """
 
-    def __init__(self, gate: Gate, rows: Rows, row_bytes: int, limit_bytes: int, *, lends: bool) -> None:
-        self._gate, self.rows, self._row_bytes, self._lends = gate, rows, row_bytes, lends
+    def __init__(
+        self, gate: Gate, rows: Rows, row_bytes: int, limit_bytes: int, *, lends: bool, cached: CachedRows | None = None
+    ) -> None:
+        self._gate, self.rows, self._row_bytes, self._lends, self._cached = gate, rows, row_bytes, lends, cached
         self.limit_bytes = limit_bytes
         self._closed = False
         self._begin()
@@ -108,7 +111,7 @@ class Prefetcher:
             with self._lock:
                 self._wait_for(ticket)
         except RuntimeError as error:
-            # An interrupt can leave a condition's wait, which is Python, without its lock, which can't be released then.
+            # An interrupt can leave the wait of a condition, which is Python, without its lock: it can't be released.
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             raise
@@ -232,6 +235,16 @@ class Prefetcher:
         return None
 
     def _serve(self, ticket: Ticket) -> None:
+        if self._cached is None:
+            self._answer(ticket)
+            return
+        with self._cached.putting_off() as put_off:
+            self._answer(ticket)
+        with self._gate.turn:
+            if not self._gate.closed:
+                self._cached.keep(put_off)
+
+    def _answer(self, ticket: Ticket) -> None:
         error: BaseException | None = None
         try:
             unique, inverse, rows = self._read(ticket._ids)

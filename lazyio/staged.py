@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ End = Callable[[], ReadStats]
 #: Ends a gather that was begun: fills its rows [n, row_bytes], and adds what that did to the stats.
 #: Called once at most, by the thread that has begun it, in the same process.
 Finish = Callable[[Bytes, TableStats], None]
+#: Rows that were read and are not in the cache yet: ids [n] and rows [n, row_bytes].
+PutOff = list[tuple[Int64, Bytes]]
 
 # Ids that are looked at together where a request is longer: enough to make a call's cost small, few enough to be
 # nothing beside the rows themselves.
@@ -251,6 +254,7 @@ class CachedRows:
 
     def __init__(self, staged: StagedRows, cache: RowCache) -> None:
         self.staged, self.cache = staged, cache
+        self._own = threading.local()  # `put_off` is what the thread has read and not kept, where it puts that off
 
     def gather(self, asked: NDArray[Any], rows: Bytes, stats: TableStats) -> None:
         """Copy what is held, and read each distinct row of the rest once; `Rows` has the contract."""
@@ -290,6 +294,21 @@ class CachedRows:
 
         return finish
 
+    @contextmanager
+    def putting_off(self) -> Iterator[PutOff]:
+        """What this thread reads in the with block is listed instead of kept in the cache; `keep` it afterwards."""
+        put_off: PutOff = []
+        self._own.put_off = put_off
+        try:
+            yield put_off
+        finally:
+            self._own.put_off = None
+
+    def keep(self, put_off: PutOff) -> None:
+        """Keep in the cache what was put off."""
+        for ids, rows in put_off:
+            self.cache.insert(ids, rows)
+
     def close(self) -> None:
         """Free the cache."""
         self.cache.close()
@@ -304,8 +323,12 @@ class CachedRows:
 
     def _read(self, unique: Int64, out: Bytes, places: Int64, inverse: Int64 | slice, stats: TableStats) -> None:
         """Read rows `unique`, keep them, and copy row `inverse[i]` of them to place `places[i]` of `out`."""
+        put_off: PutOff | None = getattr(self._own, "put_off", None)
         with self.staged.packed(unique, stats) as packed:
-            self.cache.insert(unique, packed)
+            if put_off is None:
+                self.cache.insert(unique, packed)
+            else:
+                put_off.append((unique, packed.copy()))
             as_items(out)[places] = as_items(packed)[inverse]
 
 

@@ -78,7 +78,8 @@ class LazyTable:
         except BaseException:
             self._fetcher.close()
             raise
-        self.cache = TableCache(self._rows, spec, self._gate) if isinstance(self._rows, CachedRows) else None
+        cached = self._rows if isinstance(self._rows, CachedRows) else None
+        self.cache = None if cached is None else TableCache(cached, spec, self._gate)
         # Where rows are copied from memory, there is no read to save.
         lends = not isinstance(self._rows, AddressableRows)
         if verify:
@@ -90,7 +91,7 @@ class LazyTable:
                 raise
         if edited is not None:
             self._rows = OverlaidRows(self._rows, edited)
-        self._prefetcher = Prefetcher(self._gate, self._rows, spec.row_bytes, ahead_bytes, lends=lends)
+        self._prefetcher = Prefetcher(self._gate, self._rows, spec.row_bytes, ahead_bytes, lends=lends, cached=cached)
 
     @property
     def n_rows(self) -> int:

@@ -14,8 +14,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from lazyio import Cancelled, LazyTable, ReadError, RowIndexError, TableError, TableSpec, prefetch
+from lazyio import Cancelled, LazyTable, ReadError, RowIndexError, TableError, TableSpec, open_table, prefetch
+from lazyio.fetchers.base import Bytes, Int64
 from lazyio.fetchers.conformance import MadeTable, run_in_child
+from lazyio.ple.cache import RowCache
 from lazyio.prefetch import Ticket
 
 OpenWay = Callable[..., LazyTable]
@@ -529,3 +531,32 @@ def test_an_interpreter_ends_with_tickets_in_flight(tmp_path: Any, mode: str) ->
     command = [sys.executable, "-W", "error", "-c", ENDING, str(path), mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n0 left\n", "")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_rows_are_delivered_before_they_are_kept(
+    spec: TableSpec, made: MadeTable, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    asked = np.arange(3000)
+    with open_table(spec, mode="uring", direct_io="on", row_cache="1MiB") as table:
+        assert table.cache is not None
+        insert, may_go_on, inserting = RowCache.insert, threading.Event(), threading.Event()
+
+        def slow(cache: RowCache, ids: Int64, rows: Bytes) -> None:
+            inserting.set()
+            assert may_go_on.wait(30)
+            insert(cache, ids, rows)
+
+        monkeypatch.setattr(RowCache, "insert", slow)
+        check_result(table.prefetch(asked), made, asked)
+        assert inserting.wait(30)
+        closing = threading.Thread(target=table.close)
+        if closed:
+            closing.start()
+        may_go_on.set()
+        if closed:
+            closing.join()
+            return
+        until(lambda: table.cache is not None and table.cache.stats().inserted == len(asked))
+        check_result(table.prefetch(asked), made, asked)
+        until(lambda: table.stats().cache_hits == len(asked))
