@@ -110,7 +110,7 @@ class Config:
     shared_bytes: int = 0  # that a program may have on this GPU, at least
 
 
-#: By the dtype that matrices are multiplied in; the first whose memory is there. Tuned for heads of 128 on an H200.
+#: By the dtype that matrices are multiplied in; the first whose memory is there. Chosen for heads of 128 on an H200.
 PREPARE = {torch.bfloat16: [Config(64, 4)], torch.float32: [Config(32, 8)]}
 ADVANCE = {
     torch.bfloat16: [Config(64, 4, 3, 176_000), Config(32, 4, 2, 99_000), Config(32, 4)],
