@@ -79,8 +79,8 @@ class DeviceTable:
         """Rows of a decode step, whose reads begin now, in this thread. Raises as `LazyTable.start` does."""
         asked = _copy(ids)
         started = self.table.start(asked)
-        places = np.arange(asked.size)
-        return DeviceRows(self, asked, lambda: (started.rows().reshape(asked.size, -1), places), self._in_steps)
+        shape, places = (asked.size, self.table.row_bytes), np.arange(asked.size)
+        return DeviceRows(self, asked, lambda: (started.rows().reshape(shape), places), self._in_steps)
 
     def close(self) -> None:
         """Wait for copies under way, and free the staging. Harmless when done twice."""
