@@ -13,6 +13,7 @@ from lazyio.errors import Cancelled, TableError
 from lazyio.fetchers.base import Bytes, Int64
 from lazyio.forking import renew_in_child
 from lazyio.gate import Gate, Gather
+from lazyio.interrupts import as_interrupts
 from lazyio.ple.plan import dedup
 from lazyio.rows import Rows
 from lazyio.staged import CachedRows, as_items
@@ -96,7 +97,7 @@ class Prefetcher:
     def submit(self, ids: Int64, shape: tuple[int, ...]) -> Ticket:
         """Queue a ticket for `ids` [n], valid and not to be changed by anyone. Raises TableError after `close`."""
         ticket = Ticket(self, ids, shape)
-        with self._lock:
+        with as_interrupts(), self._lock:
             if self._closed:
                 raise TableError("the table is closed")
             if self._thread is None:
@@ -107,26 +108,17 @@ class Prefetcher:
 
     def wait_for(self, ticket: Ticket) -> None:
         """Wait until a ticket is finished; its rows are the caller's then."""
-        try:
-            with self._lock:
-                self._wait_for(ticket)
-        except RuntimeError as error:
-            # An interrupt can leave the wait of a condition, which is Python, without its lock: it can't be released.
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None
-            raise
-
-    def _wait_for(self, ticket: Ticket) -> None:
-        if ticket._state == "queued":
-            self._awaited.append(ticket)
+        with as_interrupts(), self._lock:
+            if ticket._state == "queued":
+                self._awaited.append(ticket)
+                self._changed.notify_all()
+            try:
+                self._changed.wait_for(ticket.done)
+            finally:  # an interrupt too ends the wait
+                if ticket in self._awaited:
+                    self._awaited.remove(ticket)
+            self._unread.discard(ticket)
             self._changed.notify_all()
-        try:
-            self._changed.wait_for(ticket.done)
-        finally:  # an interrupt too ends the wait
-            if ticket in self._awaited:
-                self._awaited.remove(ticket)
-        self._unread.discard(ticket)
-        self._changed.notify_all()
 
     def cancel(self, ticket: Ticket) -> None:
         """Finish a ticket without rows, unless they were taken."""

@@ -13,6 +13,7 @@ import numpy as np
 from lazyio.errors import NeverFits
 from lazyio.fetchers.base import Bytes
 from lazyio.forking import renew_in_child
+from lazyio.interrupts import as_interrupts
 from lazyio.units import format_bytes
 
 # An interrupt can cut a lease off between any two steps, so that nobody says that it has ended: whoever waits for one
@@ -92,7 +93,7 @@ class Staging:
         if size > self.budget_bytes:
             needs, has = format_bytes(rounded), format_bytes(self.budget_bytes)
             raise NeverFits(f"a read needs {needs} of staging and the budget has {has} for that: raise budget")
-        with self._lock:
+        with as_interrupts(), self._lock:
             while (area := self._lend(min(rounded, self.budget_bytes))) is None:
                 self._changed.wait(_LOOK_AGAIN_S)
             return area

@@ -75,6 +75,21 @@ def test_a_lease_waits_for_room() -> None:
     assert staging.held_bytes() <= 2 * MIB
 
 
+def test_an_interrupt_that_takes_a_wait_its_lock_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging(MIB)
+
+    def interrupted(_: object) -> None:
+        staging._lock.release()
+        raise KeyboardInterrupt
+
+    with staging.lease(MIB), monkeypatch.context() as patch:
+        patch.setattr(staging._changed, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt), staging.lease(MIB):
+            pass
+    with staging.lease(MIB):
+        pass
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5 * MIB)), max_size=25))
 def test_the_budget_holds_whatever_is_leased_and_in_which_order(steps: list[tuple[int, int]]) -> None:
