@@ -13,6 +13,7 @@ the number of ids. Epochs are coarse, so that one byte suffices and noting a use
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from lazyio.errors import NeverFits
 from lazyio.fetchers.base import Bytes, Int64
 from lazyio.fetchers.mapping import libc
 from lazyio.forking import renew_in_child
+from lazyio.interrupts import as_interrupts
 from lazyio.units import format_bytes
 
 _WAYS = 8
@@ -103,14 +105,15 @@ class RowCache:
         """Have the kernel bring the memory of all places, in a thread that ends with that: once, and without waiting.
 
         Places are taken at random, so that else nearly every row of the first ubatches would wait for a page. To be
-        called when many rows are about to be read, which takes longer.
+        called when many rows are about to be read, which takes longer. Where no thread can be had, rows wait for pages.
         """
-        with self._lock:
+        with contextlib.suppress(RuntimeError), as_interrupts(), self._lock:
             if self._is_ready:
                 return
             self._is_ready = True
-            self._populating = threading.Thread(target=self._populate, name="lazyio cache", daemon=True)
-            self._populating.start()
+            populating = threading.Thread(target=self._populate, name="lazyio cache", daemon=True)
+            populating.start()
+            self._populating = populating  # now that it can be waited for
 
     def take(self, ids: Int64, out: Bytes) -> Int64:
         """Copy the rows among `ids` [n] that are held to their places in `out` [n, row_bytes].

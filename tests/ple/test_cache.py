@@ -1,3 +1,4 @@
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -192,6 +193,21 @@ def test_closing_waits_for_what_brings_the_memory() -> None:
     assert not populating.is_alive()
     cache.make_ready()
     assert cache._populating is None
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_cache_does_without_what_brings_the_memory(monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> None:
+    cache = RowCache(10**6, ROW_BYTES, 1 << 20)
+
+    def refuse(_: threading.Thread) -> None:
+        raise raised
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", refuse)
+        cache.make_ready()
+    keep(cache, np.arange(10))
+    assert not len(take(cache, np.arange(10)))
+    cache.close()
 
 
 def test_all_that_is_held_is_listed_once(cache: RowCache) -> None:
