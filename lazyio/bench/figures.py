@@ -4,9 +4,11 @@ from __future__ import annotations
 
 
 def short(value: float) -> str:
-    """With k and M from five digits on: '0.48', '1,234', '88.5k', '111k', '1.50M'."""
+    """With k and M from five digits on: '0.48', '10.5', '1,234', '88.5k', '111k', '1.50M'."""
+    if value < 9.995:
+        return f"{value:.2f}"
     if value < 9_999.5:
-        return f"{value:,.0f}" if value >= 9.995 else f"{value:.2f}"
+        return f"{value:.1f}".removesuffix(".0") if value < 99.95 else f"{value:,.0f}"
     thousands = value / 1e3
     return f"{_three(thousands)}k" if thousands < 999.5 else f"{_three(value / 1e6)}M"
 
