@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lazyio.errors import ReadError, SettingError
 from lazyio.fetchers.base import Alignment
-from lazyio.fetchers.files import FileSet
+from lazyio.fetchers.files import Descriptors, FileSet
 from lazyio.host import direct_alignment, filesystem_of
 
 CHOICES = ("auto", "on", "off")
@@ -25,20 +25,19 @@ _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Descriptors of a table's files, one a file in the order of its FileSet; whoever opened them closes them.
+    """Descriptors of a table's files, one a file in the order of its FileSet.
 
     `reason` says why reads are buffered although direct I/O was wanted; None where nothing was denied.
     """
 
-    descriptors: tuple[int, ...]
+    descriptors: Descriptors
     direct: bool
     alignment: Alignment
     reason: str | None = None
 
     def close(self) -> None:
-        """Close the descriptors; call once."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
+        """Close the descriptors; harmless when done twice."""
+        self.descriptors.close()
 
 
 def open_for_reads(files: FileSet, choice: str, row_bytes: int, block_bytes: int) -> Opened:
@@ -55,7 +54,7 @@ def open_for_reads(files: FileSet, choice: str, row_bytes: int, block_bytes: int
         raise SettingError(f"the block of direct reads is set to {block_bytes} bytes; it must be a power of two, or 0")
     if choice == "off" or (choice == "auto" and row_bytes >= BUFFERED_FROM_ROW_BYTES):
         return _buffered(files, None)
-    descriptors: list[int] = []
+    descriptors = Descriptors()
     alignments: list[Alignment] = []
     try:
         for number in range(len(files.paths)):
@@ -63,14 +62,14 @@ def open_for_reads(files: FileSet, choice: str, row_bytes: int, block_bytes: int
             descriptors.append(descriptor)
             alignments.append(alignment)
     except _RefusedError as refused:
-        _close_all(descriptors)
+        descriptors.close()
         return _buffered(files, str(refused))
     except BaseException:
-        _close_all(descriptors)
+        descriptors.close()
         raise
     offset = math.lcm(*(alignment.offset for alignment in alignments))
     memory = math.lcm(*(alignment.memory for alignment in alignments))
-    return Opened(tuple(descriptors), True, Alignment(max(offset, block_bytes), memory))
+    return Opened(descriptors, True, Alignment(max(offset, block_bytes), memory))
 
 
 class _RefusedError(Exception):
@@ -78,7 +77,7 @@ class _RefusedError(Exception):
 
 
 def _buffered(files: FileSet, reason: str | None) -> Opened:
-    descriptors: list[int] = []
+    descriptors = Descriptors()
     try:
         for descriptor in files.descriptors:
             descriptors.append(os.dup(descriptor))
@@ -86,9 +85,9 @@ def _buffered(files: FileSet, reason: str | None) -> Opened:
             with contextlib.suppress(OSError):
                 os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_RANDOM)
     except BaseException:
-        _close_all(descriptors)
+        descriptors.close()
         raise
-    return Opened(tuple(descriptors), False, Alignment(), reason)
+    return Opened(descriptors, False, Alignment(), reason)
 
 
 def _open_direct(files: FileSet, number: int) -> tuple[int, Alignment]:
@@ -128,8 +127,3 @@ def _probe(descriptor: int, alignment: Alignment) -> None:
 
 def _name(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, str(error.errno))
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -25,6 +25,21 @@ class Identity(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+class Descriptors(list[int]):
+    """Descriptors that are closed with the list, at the latest when nothing refers to it any more.
+
+    So none stays open where an interrupt cuts opening or closing off. A forked child has, and closes, copies.
+    """
+
+    def close(self) -> None:
+        """Close them all; harmless when done twice."""
+        while self:
+            os.close(self.pop())
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class FileSet:
     """The files of a table, each opened once for reading, in order of first mention.
 
@@ -35,7 +50,7 @@ class FileSet:
     def __init__(self, paths: Iterable[str]) -> None:
         self.paths = tuple(dict.fromkeys(os.fspath(path) for path in paths))
         self.index = {path: number for number, path in enumerate(self.paths)}
-        self.descriptors: list[int] = []
+        self.descriptors = Descriptors()
         self.identities: list[Identity] = []
         try:
             for path in self.paths:
@@ -73,8 +88,7 @@ class FileSet:
 
     def close(self) -> None:
         """Close every descriptor; harmless when done twice."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+        self.descriptors.close()
 
 
 def _open(path: str, flags: int) -> int:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from lazyio.errors import ReadError, TableError
+from lazyio.fetchers.direct import open_for_reads
 from lazyio.fetchers.files import FileSet
 
 
@@ -97,3 +98,12 @@ def test_reopening_what_was_rewritten_is_an_error_and_leaves_nothing_open(path: 
         files.reopen(0, os.O_RDONLY)
     assert open_count() == before
     files.close()
+
+
+def test_what_nobody_closes_is_closed_with_its_last_reference(path: Path) -> None:
+    before = open_count()
+    files = FileSet([str(path)])
+    opened = open_for_reads(files, "off", 90, 0)
+    assert open_count() == before + 2
+    del files, opened
+    assert open_count() == before
