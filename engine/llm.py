@@ -53,7 +53,7 @@ class LLM:
         layers: int | None = None,
         lookahead: int | None = None,
         ubatch: int | str | None = None,
-        needs_text: bool = False,
+        before_loading: Callable[[Self], object] | None = None,
         progress: Callable[[int, int], None] | None = None,
         **table_options: Unpack[TableOptions],
     ) -> None:
@@ -63,8 +63,9 @@ class LLM:
         there is one; `dtype` float32, bfloat16 or float16, by default float32 on the CPU and the checkpoint's own on
         cuda. `load_format` dummy reads no weights and takes random ones, of the first `layers` layers if that is given.
         `lazy_mode`, `lookahead`, `ubatch` and the other options are settings, which come from the environment where
-        they are None; docs/settings.md lists them. With `needs_text`, a model without a tokenizer is an error at once,
-        and not when text is first asked of it. `progress` is called with the bytes loaded and all there are.
+        they are None; docs/settings.md lists them. `before_loading` is called with this object when all but its weights
+        is known, for calls of `check` and `text`, so that what is wrong with a prompt is said without waiting for them.
+        `progress` is called with the bytes loaded and all there are.
 
         Raises ModelError for a checkpoint that can't be used, or a table that is not the model's; NeverFits where
         memory does not suffice; SettingError for a setting that is malformed or would be ignored; Unsupported for a
@@ -87,8 +88,9 @@ class LLM:
             refuse_ignored(self.path, given)
         self._check_auto(ubatch, has_table=found is not None)
         self._text, self.no_text = _open_text(self.path, shape.vocab)
-        if needs_text:
-            _ = self.text
+        self._vocab, self._max_tokens = shape.vocab, shape.max_tokens
+        if before_loading is not None:
+            before_loading(self)
         with ExitStack() as stack:
             if found is not None:
                 self.table = open_beside(found[0], shape, self.dtype, self.device, lazy_mode, table_options)
@@ -121,9 +123,9 @@ class LLM:
         `cuts` are the tokens of each ubatch, in place of those that the setting `ubatch` gives. Raises PromptError for
         a prompt that can't be served, NeverFits where memory does not suffice, SettingError for cuts of another prompt.
         """
-        tokens = token_ids(prompt, lambda: self.text, self.model.vocab)
-        check_length(len(tokens), 0, self.model.max_tokens)
-        cuts = self.cuts(len(tokens)) if cuts is None else _checked(cuts, len(tokens))
+        tokens = token_ids(prompt, lambda: self.text, self._vocab)
+        check_length(len(tokens), 0, self._max_tokens)
+        cuts = self.cuts(len(tokens)) if cuts is None else _checked_cuts(cuts, len(tokens))
         check_state(self.model, len(tokens))
         size = 4 * len(tokens) * self.model.vocab
         check_memory(size, f"the logits of {len(tokens)} tokens", torch.device("cpu"), "give a shorter prompt")
@@ -136,6 +138,10 @@ class LLM:
                     logits[done : done + len(part)] = self.model.logits(part)
                     done += len(part)
         return logits
+
+    def check(self, prompt: Prompt, *, max_tokens: int = 128, stop: str | int | Sequence[str | int] = ()) -> None:
+        """Raise what `generate` raises for these arguments, but for memory."""
+        self._checked(prompt, max_tokens, stop)
 
     def reply(
         self,
@@ -214,13 +220,19 @@ class LLM:
         self.close()
 
     def _plan(self, prompt: Prompt, max_tokens: int, stop: str | int | Sequence[str | int]) -> Plan:
+        tokens, strings, ids = self._checked(prompt, max_tokens, stop)
+        check_state(self.model, len(tokens) + max_tokens)
+        return Plan(tokens, self.cuts(len(tokens)), max_tokens, ids, strings)
+
+    def _checked(
+        self, prompt: Prompt, max_tokens: int, stop: str | int | Sequence[str | int]
+    ) -> tuple[list[int], list[str], frozenset[int]]:
+        """The tokens of a prompt, and the strings and ids that end its reply. Needs no weights."""
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise SettingError(f"max_tokens is {max_tokens!r}; it must be an integer, 1 or more")
-        tokens = token_ids(prompt, lambda: self.text, self.model.vocab)
-        check_length(len(tokens), max_tokens, self.model.max_tokens)
-        check_state(self.model, len(tokens) + max_tokens)
-        strings, ids = self._stops((stop,) if isinstance(stop, str | int) else stop)
-        return Plan(tokens, self.cuts(len(tokens)), max_tokens, ids, strings)
+        tokens = token_ids(prompt, lambda: self.text, self._vocab)
+        check_length(len(tokens), max_tokens, self._max_tokens)
+        return tokens, *self._stops((stop,) if isinstance(stop, str | int) else stop)
 
     def _reply(self, plan: Plan, sampling: Sampling) -> Reply:
         sequence = self._sequence(len(plan.tokens) + plan.max_tokens)
@@ -233,11 +245,11 @@ class LLM:
     def _stops(self, stop: Sequence[str | int]) -> tuple[list[str], frozenset[int]]:
         strings = [each for each in stop if isinstance(each, str)]
         ids = [each for each in stop if not isinstance(each, str)]
-        wrong = [each for each in ids if not isinstance(each, int) or not 0 <= each < self.model.vocab]
+        wrong = [each for each in ids if not isinstance(each, int) or not 0 <= each < self._vocab]
         if wrong or "" in strings:
             raise SettingError(
                 f"stop has {repr(wrong[0]) if wrong else 'an empty string'}; it is strings that are not empty, and "
-                f"token ids from 0 to {self.model.vocab - 1}"
+                f"token ids from 0 to {self._vocab - 1}"
             )
         own = self.text.stop_ids if strings or self._text is not None else frozenset()
         return strings, own.union(ids)
@@ -262,7 +274,7 @@ def _open_text(path: str, vocab: int) -> tuple[Text | None, str | None]:
     return text, None
 
 
-def _checked(cuts: Sequence[int], tokens: int) -> list[int]:
+def _checked_cuts(cuts: Sequence[int], tokens: int) -> list[int]:
     if min(cuts, default=0) < 1 or sum(cuts) != tokens:
         raise SettingError(
             f"cuts are {list(cuts)}; they must be 1 or more, and sum to the {tokens} tokens of the prompt"

@@ -25,12 +25,11 @@ def execute(request: Request) -> None:
     """Load the model, print its reply as it comes and at the end, however that came about, one line of what it took."""
     # What is wrong with these shows before minutes of loading.
     sampling = Sampling(request.temperature, request.top_k, request.top_p, request.min_p, request.seed)
-    prompt = _prompt(request)
-    with _load(request) as llm:
+    given = _prompt(request)
+    end: dict[str, Any] = {"max_tokens": request.max_tokens, "stop": request.stop or ()}
+    with _load(request, lambda llm: llm.check(_asked(llm, request, given), **end)) as llm:
         _introduce(llm, request)
-        if _is_chat(llm, request):
-            prompt = [{"role": "user", "content": prompt}]
-        with llm.reply(prompt, max_tokens=request.max_tokens, sampling=sampling, stop=request.stop or ()) as reply:
+        with llm.reply(_asked(llm, request, given), sampling=sampling, **end) as reply:
             try:
                 _show(reply, llm, silent=request.json)
             finally:
@@ -52,7 +51,7 @@ def _settings(request: Request) -> dict[str, Any]:
     return {name: getattr(request, name) for name in names} | {"strict": request.strict or None}
 
 
-def _load(request: Request) -> LLM:
+def _load(request: Request, check: Callable[[LLM], None]) -> LLM:
     with _progress() as progress:
         return LLM(
             request.model,
@@ -61,7 +60,7 @@ def _load(request: Request) -> LLM:
             dtype=request.dtype,
             load_format=request.load_format,
             layers=request.layers,
-            needs_text=request.ids is None or bool(request.stop),
+            before_loading=check,
             progress=progress,
             **_settings(request),
         )
@@ -79,17 +78,22 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 def _introduce(llm: LLM, request: Request) -> None:
     _say(llm.summary())
-    changed = settings.differing(_settings(request))
+    given = _settings(request)
+    if settings.resolve("ubatch", request.ubatch) != llm.ubatch:
+        given["ubatch"] = llm.ubatch  # auto, from the environment, is not in force where there is nothing to plan
+    changed = settings.differing(given)
     if changed:
         _say(f"settings: {', '.join(changed)}")
     if llm.no_text is not None:
         _say(f"token ids only: {llm.no_text}")
 
 
-def _is_chat(llm: LLM, request: Request) -> bool:
+def _asked(llm: LLM, request: Request, prompt: Prompt) -> Prompt:
+    """The prompt as it is, or as a message of a chat."""
     if request.ids is not None:
-        return False
-    return llm.text.has_template if request.chat is None else request.chat
+        return prompt
+    is_chat = llm.text.has_template if request.chat is None else request.chat
+    return [{"role": "user", "content": prompt}] if is_chat else prompt
 
 
 def _show(reply: Reply, llm: LLM, *, silent: bool) -> None:

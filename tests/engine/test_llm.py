@@ -260,12 +260,23 @@ def test_text_without_a_tokenizer(llm: LLM) -> None:
             ask()
 
 
-def test_text_that_will_be_needed_is_asked_for_before_weights_are_read(
-    qwen: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("check", "error", "match"),
+    [
+        (lambda llm: llm.text, ModelError, r"has no tokenizer.json"),
+        (lambda llm: llm.check("abc"), ModelError, r"has no tokenizer.json"),
+        (lambda llm: llm.check([256]), PromptError, "token 256, and the model's vocabulary is 0 to 255"),
+        (lambda llm: llm.check([1] * 505, max_tokens=8), PromptError, "are 513, and the model takes 512"),
+        (lambda llm: llm.check([1], stop=[-1]), SettingError, "stop has -1"),
+        (lambda llm: llm.check([1], max_tokens=0), SettingError, "max_tokens is 0"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_can_be_said_before_weights_are_read(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[LLM], object], error: type[Exception], match: str
 ) -> None:
     monkeypatch.setattr(llm_module, "load_model", lambda *_, **__: pytest.fail("weights were read"))
-    with pytest.raises(ModelError, match=r"has no tokenizer.json"):
-        LLM(qwen, device="cpu", needs_text=True)
+    with pytest.raises(error, match=match):
+        LLM(qwen, device="cpu", before_loading=check)
 
 
 def test_a_tokenizer_that_does_not_fit(talking: Path) -> None:

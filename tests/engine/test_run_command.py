@@ -101,6 +101,13 @@ def test_all_modes_and_settings_give_one_text(model: Path, texts: dict[str, str]
         assert lines_of(result)[1].startswith(f"lazyio: settings: lazy_mode={options[1]}, ")
 
 
+def test_auto_that_is_not_in_force_is_no_setting_of_a_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYIO_UBATCH", "auto")
+    for lookahead, said in (("0", ["lookahead=0"]), ("1", ["lookahead=1", "ubatch=auto (LAZYIO_UBATCH)"])):
+        result = run(model, "-p", PROMPT, "--max-tokens", "1", "--lookahead", lookahead)
+        assert lines_of(result)[1] == f"lazyio: settings: {', '.join(said)}"
+
+
 def test_json(model: Path, texts: dict[str, str]) -> None:
     result = run(model, "-p", PROMPT, "--no-chat", "--max-tokens", "6", "--json", "--stop", texts[PROMPT][-3:])
     document = json.loads(result.stdout)
@@ -127,10 +134,14 @@ def test_a_seed_repeats_a_reply(model: Path) -> None:
         (["-p", "a", "--lookahead", "99"], "lookahead is '99'; it can be a whole number from 0 to 64"),
         (["-p", "a", "--lazy-mode", "fast"], "lazy_mode is 'fast'"),
         (["-p", "a", "--max-tokens", "200000"], "a reply of up to 200000 are"),
+        (["-p", "a", "--stop", ""], "stop has an empty string"),
         (["-p", "a", "--table", "absent"], "absent"),
     ],
 )
-def test_what_is_wrong_is_one_line(model: Path, options: list[str], said: str) -> None:
+def test_what_is_wrong_is_one_line_and_said_before_weights_are_read(
+    model: Path, options: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lazyio.engine.llm.load_model", lambda *_, **__: pytest.fail("weights were read"))
     result = run(model, *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in lines_of(result)[-1]
