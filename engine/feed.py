@@ -19,12 +19,12 @@ from lazyio.table import LazyTable
 class Feed:
     """Feeds a model with the rows of a table. `lookahead` is how many ubatches of a prompt are read ahead.
 
-    With 0, the rows of a ubatch are read when the model asks for them. Raises SettingError for less.
+    With 0, the rows of a ubatch are read when the model asks for them. Raises SettingError for no such number.
     """
 
     def __init__(self, rows: DeviceTable, row_ids: RowIds, lookahead: int) -> None:
-        if lookahead < 0:
-            raise SettingError(f"lookahead is {lookahead}; it must be 0 or more ubatches")
+        if isinstance(lookahead, bool) or not isinstance(lookahead, int) or lookahead < 0:
+            raise SettingError(f"lookahead is {lookahead!r}; it must be a number of ubatches, 0 or more")
         self._rows, self.row_ids, self.lookahead = rows, row_ids, lookahead
 
     @property

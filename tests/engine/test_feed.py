@@ -214,8 +214,9 @@ def test_a_step_is_under_way_when_it_returns(table: LazyTable) -> None:
 
 
 def test_less_than_no_lookahead_is_refused(table: LazyTable) -> None:
-    with pytest.raises(SettingError, match="lookahead is -1"):
-        feed_of(table, -1)
+    for wrong in (-1, 1.5, True, None):
+        with pytest.raises(SettingError, match=f"lookahead is {wrong}"):
+            feed_of(table, wrong)  # type: ignore[arg-type]
 
 
 def test_tokens_beyond_the_rows_take_the_first_row() -> None:
