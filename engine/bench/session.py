@@ -62,13 +62,13 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
     raise.
     """
     lengths, ways = request.lengths(), ways_of(request.modes, request.lookahead)
-    _refuse_without_table(request)
+    most = max([*lengths, request.context + request.decode if request.decode else 0])
+    # Before anything is opened, and minutes of loading.
+    tokens, source = tokens_of(request.ids, most, _vocab_of(request, most), request.seed)
     with LLM(request.path, **request.model) as llm:
         assert llm.table is not None
         assert llm.feed is not None
-        most = max([*lengths, request.context + request.decode if request.decode else 0])
-        _check_fits(llm, most)
-        tokens, source = tokens_of(request.ids, most, llm.model.vocab, request.seed)
+        check_state(llm.model, most)
         spec = llm.table.spec
         rig = Rig(llm.model, spec, llm.feed.row_ids, request.table_options)
         cuts = {length: llm.cuts(length) for length in lengths}
@@ -91,21 +91,17 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
                 yield outcome
 
 
-def _refuse_without_table(request: EngineRequest) -> None:
-    # Before the model is opened, which would complain of the lazy mode that it is opened with.
-    model = request.model
-    if not outline(open_source(request.path), model["load_format"], model["layers"]).row_values:
+def _vocab_of(request: EngineRequest, tokens: int) -> int:
+    """Token ids that the model has. Raises for a model without a table, or with less context than that."""
+    model = outline(open_source(request.path), request.model["load_format"], request.model["layers"])
+    if not model.row_values:
         raise ModelError(f"{request.path} has no table whose rows could be waited for; there is nothing to compare")
-
-
-def _check_fits(llm: LLM, tokens: int) -> None:
-    """Raise SettingError or NeverFits for a sequence longer than the model takes, or than there is memory for."""
-    if tokens > llm.model.max_tokens:
+    if tokens > model.max_tokens:
         raise SettingError(
-            f"{tokens} tokens are asked for, and the model takes {llm.model.max_tokens}: lower --prompts, or --context "
+            f"{tokens} tokens are asked for, and the model takes {model.max_tokens}: lower --prompts, or --context "
             "and --decode"
         )
-    check_state(llm.model, tokens)
+    return model.vocab
 
 
 def tokens_of(path: Path | None, count: int, vocab: int, seed: int) -> tuple[list[int], str]:

@@ -102,13 +102,17 @@ def test_warm(folder: Path) -> None:
         (["--json", "/nowhere/at/all.json"], "no folder"),
     ],
 )
-def test_what_can_not_be(folder: Path, arguments: list[str], said: str) -> None:
+def test_what_can_not_be_is_said_before_weights_are_read(
+    folder: Path, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lazyio.engine.llm.load_model", lambda *_, **__: pytest.fail("weights were read"))
     result = run(folder, *arguments)
     assert result.exit_code == 2
     assert said in result.output
 
 
-def test_ids_beyond_the_vocabulary(folder: Path, tmp_path: Path) -> None:
+def test_ids_beyond_the_vocabulary(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazyio.engine.llm.load_model", lambda *_, **__: pytest.fail("weights were read"))
     np.save(tmp_path / "ids.npy", np.full(3000, 256))
     result = run(folder, "--prompts", 8, *FEW, "--ids", tmp_path / "ids.npy")
     assert result.exit_code == 2
