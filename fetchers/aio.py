@@ -190,9 +190,10 @@ class Context:
 
     def close(self) -> None:
         """Give the queue back. The kernel first waits for what is in flight; harmless in a child or when done twice."""
-        if self.usable:
-            _call(self._destroy, self._handle)
-        self._handle = 0
+        usable, handle = self.usable, self._handle
+        self._handle = 0  # first: an interrupt may follow, and then the finaliser
+        if usable:
+            _call(self._destroy, handle)
 
     def _start(self, requests: Requests, first: int, most: int, slot: int) -> tuple[int, int]:
         """Start the next reads; return how many were, and how many (one, as event `slot`) can't be started at all."""

@@ -94,7 +94,11 @@ class PreadFetcher(Fetcher):
         pool = self._pools.pop(os.getpid(), None)
         if pool is not None:
             pool.shutdown()
+        own: list[Context] = list(vars(self._local).values())
         self._local = threading.local()
+        for context in own:
+            if not context.busy:  # else what was begun has it, and may yet be finished
+                context.close()  # here: an interrupt would be lost in a finaliser, and this takes a while
         self._opened.close()
         super().close()
 

@@ -188,8 +188,8 @@ class Ring:
             else:
                 _out_of_reach.append(self._reading)
         self._reading = None
-        self._library.io_uring_queue_exit(self._address)
-        self._address = 0
+        address, self._address = self._address, 0  # first: an interrupt may follow, and then the finaliser
+        self._library.io_uring_queue_exit(address)
 
     def _open(self, plan: ReadPlan, progress: Progress, descriptors: NDArray[np.int32], buffer: Bytes) -> Reading:
         """Let nothing else be in flight from now on."""

@@ -67,7 +67,10 @@ class UringFetcher(Fetcher):
 
     def close(self) -> None:
         """Close the calling thread's ring and the files; other threads' rings go when those threads end."""
+        own: _OwnRing | None = getattr(self._local, "own", None)
         self._local = threading.local()
+        if own is not None:
+            own.ring.close()  # here: an interrupt would be lost in a finaliser, and this takes a while
         self._opened.close()
         super().close()
 

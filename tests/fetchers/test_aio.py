@@ -222,3 +222,18 @@ def test_an_unknown_machine_is_unsupported(monkeypatch):
         Context(8)
     monkeypatch.undo()
     aio._calls.cache_clear()
+
+
+def test_an_interrupt_while_a_queue_is_given_back_is_raised(context, monkeypatch):
+    call, calls = aio._call, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        call(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(aio, "_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        context.close()
+    context.close()
+    assert len(calls) == 1

@@ -421,3 +421,18 @@ def test_a_child_starts_afresh(path, fetcher):
     run_in_child(read_and_close)
     fetcher.read(plan, buffer)
     check(path, plan, buffer)
+
+
+def test_an_interrupt_while_a_queue_is_given_back_is_raised(path, monkeypatch):
+    fetcher = open_fetcher(path, "queued")
+    fetcher.read(plan := scattered(fetcher, 16), make_buffer(plan))
+    close = aio.Context.close
+
+    def interrupted(context):
+        monkeypatch.setattr(aio.Context, "close", close)
+        context.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(aio.Context, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetcher.close()

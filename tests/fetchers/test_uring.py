@@ -184,3 +184,24 @@ def test_a_call_that_fails_as_a_whole_is_a_read_error(
             read(fetcher, table, np.arange(0, 2000, 200))
     assert caught.value.errno == errno.ENXIO
     read(fetcher, table, np.arange(0, 2000, 200))
+
+
+def test_an_interrupt_while_the_ring_is_given_back_is_raised(table: MadeTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_rings()
+    fetcher = open_uring(table)
+    ring = fetcher._ring()
+    library, exits = ring._library, []
+
+    class Interrupted:
+        def io_uring_queue_exit(self, address: int) -> None:
+            exits.append(address)
+            library.io_uring_queue_exit(address)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ring, "_library", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        fetcher.close()
+    del fetcher, ring
+    gc.collect()
+    assert len(exits) == 1
+    assert open_rings() == before
