@@ -1,0 +1,85 @@
+"""Making the table, and measuring two rounds of one prompt at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import lazyio
+from lazyio.bench.abba.plan import OUT_FILE
+from lazyio.bench.abba.process import ask, do
+from lazyio.bench.headline.room import check_disk
+from lazyio.bench.headline.work import ARCHITECTURE, Subject, Work
+from lazyio.errors import RunFailed, SettingError
+from lazyio.units import format_bytes
+
+#: Rounds of a step: one there, one back.
+STEP_ROUNDS = 2
+_LAZYIO = "from lazyio.cli import main; main()"
+
+
+def make(work: Work, subject: Subject, table_bytes: int, say: Callable[[str], None]) -> bool:
+    """Make what is read of the model, its configuration and its table; whether it was not there.
+
+    Raises NeverFits where the disk has too little room, RunFailed where it can't be made, or not in time.
+    """
+    if work.model.exists():
+        return False
+    unfinished = work.model.with_name(f"{work.model.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    check_disk(work.model.parent, table_bytes)
+    command = [sys.executable, str(work.maker), str(unfinished), "--no-trunk", "--arch", ARCHITECTURE]
+    command += ["--size", subject.size, "--rows", str(subject.rows), "--type", subject.stored]
+    say(f"making {work.model}, {format_bytes(table_bytes)}")
+    try:
+        do(command, _environment(), min(work.step_s, work.left_s), work.lock)
+        unfinished.rename(work.model)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return True
+
+
+def measure(work: Work, subject: Subject, advanced: bool, say: Callable[[str], None]) -> bool:
+    """Measure what is missing; whether the budget sufficed. `advanced`: whether it has already served for something.
+
+    Raises RunFailed where a step fails or takes too long, SettingError for a budget that served for nothing.
+    """
+    for tokens, step in work.missing():
+        known_s = max((done["took_s"] for done in work.measured(tokens)), default=0.0)
+        if known_s > work.left_s or not _step(work, subject, tokens, step):
+            if advanced:
+                return False
+            raise SettingError(f"BUDGET_S is {work.budget_s:g}, too little for a step of {tokens:,} tokens: raise it")
+        advanced = True
+        say(f"{tokens:,} tokens, step {step} of {work.steps}: measured")
+    return True
+
+
+def _step(work: Work, subject: Subject, tokens: int, step: int) -> bool:
+    """Measure two rounds of a prompt and keep them; False where the budget ended first. Raises RunFailed."""
+    command = [sys.executable, "-c", _LAZYIO, "bench-engine", str(work.model), "--load-format", "dummy"]
+    command += ["--layers", str(subject.layers), "--device", subject.device, "--prompts", str(tokens), "--decode", "0"]
+    command += ["--modes", subject.modes, "--lookahead", subject.lookahead, "--rounds", str(STEP_ROUNDS), "--cold"]
+    command += ["--strict", "--json", OUT_FILE, *(["--ids", subject.ids] if subject.ids else [])]
+    started = time.monotonic()
+    limit_s = min(work.step_s, work.left_s)
+    if limit_s <= 0:
+        return False
+    try:
+        document = ask(command, _environment(), limit_s, work.lock).document
+    except RunFailed:
+        if work.left_s > 0:
+            raise
+        return False
+    work.keep(tokens, step, subject, document, time.monotonic() - started)
+    return True
+
+
+def _environment() -> dict[str, str]:
+    """Where Python finds this very package, whatever else is installed."""
+    own = str(Path(lazyio.__file__).parents[1])
+    return {"PYTHONPATH": os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])}

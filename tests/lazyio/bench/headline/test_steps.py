@@ -1,0 +1,111 @@
+"""Budgets and refusals, with commands that do nothing; tests/tools/test_headline.py runs the real ones."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from lazyio import NeverFits, SettingError
+from lazyio.bench.abba.process import Answer
+from lazyio.bench.headline import room, steps
+from lazyio.bench.headline.steps import make, measure
+from lazyio.bench.headline.work import Subject, Work
+from lazyio.errors import RunFailed
+
+SUBJECT = Subject("tiny", "F8_E4M3", 4000, 4, "cpu", "on-bare,uring", "0,2", "/ids.npy")
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Work:
+    return Work(tmp_path / "maker", tmp_path / "model", tmp_path / "results", [10, 20], 2, 60, math.inf, math.inf, -1)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], float | None]]:
+    """Commands and their limits; each takes no time."""
+    commands: list[tuple[list[str], float | None]] = []
+
+    def ask(command: Sequence[str], env: Mapping[str, str], timeout_s: float | None, keep: int) -> Answer:
+        commands.append((list(command), timeout_s))
+        return Answer({"subject": "", "prompts": []}, 0.0)
+
+    monkeypatch.setattr(steps, "ask", ask)
+    return commands
+
+
+def budget(work: Work, left_s: float) -> Work:
+    return replace(work, budget_s=left_s, ends=time.monotonic() + left_s)
+
+
+def test_what_is_missing_is_measured_once(work: Work, asked: list, said: list[str]) -> None:
+    work.keep(10, 1, SUBJECT, {"subject": "", "prompts": []}, 1.0)
+    assert measure(work, SUBJECT, False, said.append)
+    assert [command[command.index("--prompts") + 1] for command, _ in asked] == ["10", "20", "20"]
+    words = " ".join(asked[0][0])
+    for part in ("--rounds 2", "--cold", "--strict", "--modes on-bare,uring", "--layers 4", "--ids /ids.npy"):
+        assert part in words
+    assert asked[0][1] == 60
+    assert said[-1] == "20 tokens, step 2 of 2: measured"
+    assert work.missing() == []
+
+
+def test_a_step_that_would_end_later_is_not_begun(work: Work, asked: list, said: list[str]) -> None:
+    work.keep(20, 1, SUBJECT, {"subject": "", "prompts": []}, 40.0)
+    assert not measure(budget(work, 30), SUBJECT, False, said.append)
+    assert work.missing() == [(20, 2)]
+    assert all(limit <= 30 for _, limit in asked)
+    with pytest.raises(SettingError, match="BUDGET_S is 30, too little for a step of 20 tokens: raise it"):
+        measure(budget(work, 30), SUBJECT, False, said.append)
+    assert not measure(budget(work, 30), SUBJECT, True, said.append)  # the table was made
+
+
+def too_long(_command: object, _env: object, timeout_s: float, _keep: int) -> Answer:
+    Event().wait(min(timeout_s, 0.1) + 0.01)
+    raise RunFailed("took too long")
+
+
+def test_a_step_that_the_budget_ends_is_no_failure(
+    work: Work, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = budget(work, 0.05)
+    monkeypatch.setattr(steps, "ask", too_long)
+    assert not measure(short, SUBJECT, True, said.append)
+    assert len(work.missing()) == 4
+    with pytest.raises(RunFailed):
+        measure(work, SUBJECT, True, said.append)
+
+
+def test_a_table_is_made_whole_or_not_at_all(work: Work, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (work.model.with_name("model.partial")).mkdir()  # what a killed one left
+
+    def fail(command: Sequence[str], *_: object) -> None:
+        Path(command[2]).mkdir()
+        raise RunFailed("killed")
+
+    monkeypatch.setattr(steps, "do", fail)
+    with pytest.raises(RunFailed):
+        make(work, SUBJECT, 1000, said.append)
+    assert list(work.model.parent.iterdir()) == []
+    monkeypatch.setattr(steps, "do", lambda command, *_: Path(command[2]).mkdir())
+    assert make(work, SUBJECT, 1000, said.append)
+    assert [path.name for path in work.model.parent.iterdir()] == ["model"]
+    assert not make(work, SUBJECT, 1000, said.append)
+
+
+def test_nothing_is_made_on_a_disk_too_small(work: Work, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "do", lambda *_: pytest.fail("nothing should be made"))
+    monkeypatch.setattr(room, "_SPARE_BYTES", 1 << 60)
+    with pytest.raises(NeverFits, match="of disk are free"):
+        make(work, SUBJECT, 1000, said.append)
+    assert said == []
