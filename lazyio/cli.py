@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
 import warnings
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from lazyio.run import run
 from lazyio.version import __version__
 
 _FAILED = 2
-_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it, and typer
 
 
 class _Commands(TyperGroup):
@@ -30,9 +31,6 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # whoever read our output has seen enough; typer ends quietly
-        except KeyboardInterrupt:
-            _say("interrupted")
-            raise typer.Exit(_INTERRUPTED) from None
         except (LazyIOError, OSError) as error:
             _say(f"error: {_text_of(error)}")
             raise typer.Exit(_FAILED) from None
@@ -49,6 +47,21 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; the entry point of the package."""
+    try:
+        _run()
+    except SystemExit as end:
+        if end.code != _INTERRUPTED:
+            raise
+    except KeyboardInterrupt:
+        pass
+    else:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # impatience does not keep it from ending in order
+    _say("interrupted")
+    sys.exit(_INTERRUPTED)
+
+
+def _run() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # replies may have characters that a terminal has not
     warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")

@@ -94,15 +94,6 @@ def test_our_own_mistakes_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(lazyio("inspect", "model.gguf").exception, ZeroDivisionError)
 
 
-def test_interruption_is_one_line_and_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(path: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(facts, "inspect", interrupt)
-    result = lazyio("inspect", "model.gguf")
-    assert (result.exit_code, result.stderr) == (130, "lazyio: interrupted\n")
-
-
 def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a Python of its own, `sys.argv` being what a user typed."""
     command = [sys.executable, "-c", code, *arguments]
@@ -146,17 +137,32 @@ def test_a_warning_is_one_line(model: Path) -> None:
 
 
 INTERRUPTED = """
-import os, signal
+import atexit, os, signal, sys
 from lazyio import cli, inspect
 
-inspect.inspect = lambda path: os.kill(os.getpid(), signal.SIGINT)
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+def interrupt_twice(path):
+    try:
+        interrupt()
+    finally:
+        interrupt()
+
+moment = sys.argv.pop()
+if moment == "before":
+    cli.app = interrupt
+elif moment == "at the end":
+    atexit.register(interrupt)
+inspect.inspect = interrupt_twice if moment == "twice" else interrupt
 cli.main()
 """
 
 
-def test_a_real_interruption(model: Path) -> None:
-    done = run(INTERRUPTED, "inspect", str(model))
-    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "lazyio: interrupted\n")
+@pytest.mark.parametrize("moment", ["before", "once", "twice", "at the end"])
+def test_interruption_is_one_line_and_status_130(model: Path, moment: str) -> None:
+    done = run(INTERRUPTED, "inspect", str(model), moment)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "lazyio: interrupted\n")
 
 
 def test_a_reader_that_leaves_is_no_error(model: Path) -> None:
