@@ -77,6 +77,8 @@ class Prefetcher:
     ) -> None:
         self._gate, self.rows, self._row_bytes, self._lends, self._cached = gate, rows, row_bytes, lends, cached
         self.limit_bytes = limit_bytes
+        # Rows that go to a cache are there twice between their read and that.
+        self._most_bytes_per_id = row_bytes * (1 if cached is None else 2) + _INDEX_BYTES
         self._closed = False
         self._begin()
         renew_in_child(self)
@@ -221,7 +223,7 @@ class Prefetcher:
         while self._queue:
             ticket = self._queue[0]()
             if ticket is not None and ticket._state == "queued":
-                fits = self._held() + len(ticket._ids) * (self._row_bytes + _INDEX_BYTES) <= self.limit_bytes
+                fits = self._held() + len(ticket._ids) * self._most_bytes_per_id <= self.limit_bytes
                 return self._queue.popleft()() if fits else None
             self._queue.popleft()
         return None

@@ -234,6 +234,20 @@ def test_a_ticket_that_has_no_room_is_read_when_it_is_asked_for(
         check_result(ticket, made, np.arange(4201))
 
 
+@pytest.mark.parametrize("cache_bytes", [0, MIB])
+def test_what_is_kept_in_the_cache_later_has_room_until_then(
+    open_double: Callable[..., LazyTable], spec: TableSpec, made: MadeTable, cache_bytes: int
+) -> None:
+    """Of 256 KiB for rows read ahead, these take 155 KiB, and twice as many where they must be kept for the cache."""
+    asked = np.arange(1500)
+    with open_double(spec, budget_bytes=MIB, cache_bytes=cache_bytes) as table:
+        ticket, last = table.prefetch(asked), table.prefetch([1])
+        until(last.done) if not cache_bytes else time.sleep(0.05)
+        assert ticket.done() is (cache_bytes == 0)
+        check_result(ticket, made, asked)
+        until(last.done)
+
+
 # --- ends ------------------------------------------------------------------------------------------------------------
 
 
