@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -162,10 +163,11 @@ class MappedRows:
         return addresses, (stops - starts) << _PAGE_SHIFT
 
     def close(self) -> None:
-        """Unmap everything."""
+        """Unmap everything; what an interrupted gather still refers to goes with its traceback."""
         self._rows = None
         while self._maps:
-            self._maps.pop().close()
+            with contextlib.suppress(BufferError):
+                self._maps.pop().close()
 
     def _map(self, number: int, extent: Extent, pages_before: int) -> int:
         """Map one extent; return how many OS pages the map has."""

@@ -1,5 +1,6 @@
 import ctypes
 import errno
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -324,3 +325,27 @@ def test_mapped_pages_are_given_back_beyond_the_limit(table: MadeTable) -> None:
         mapped.take(np.arange(ROWS))
         assert bool(resident_kib(path)) == expected
         mapped.close()
+
+
+def test_what_an_interrupted_gather_refers_to_does_not_keep_it_from_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = Mapped(write_rows(tmp_path, 90, [("a", 0, 100)]))
+
+    def interrupted(rows: Bytes, *_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "take", interrupted)
+
+    def gather_and_close() -> None:
+        try:
+            mapped.take(np.arange(10))
+        finally:
+            mapped.close()
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        gather_and_close()
+    del caught
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2  # of the file, and of the map
