@@ -117,12 +117,8 @@ def _probe(descriptor: int, alignment: Alignment) -> None:
     """Read one block at an offset and an address that are aligned as asked and no better."""
     offset = alignment.offset if os.fstat(descriptor).st_size > alignment.offset else 0
     start = alignment.memory
-    with (
-        mmap.mmap(-1, start + alignment.offset) as area,
-        memoryview(area) as view,
-        view[start : start + alignment.offset] as block,
-    ):
-        os.preadv(descriptor, [block], offset)
+    area = memoryview(mmap.mmap(-1, start + alignment.offset))
+    os.preadv(descriptor, [area[start:]], offset)
 
 
 def _name(error: OSError) -> str:

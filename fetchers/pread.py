@@ -188,14 +188,14 @@ class PreadFetcher(Fetcher):
             return False
         zero = np.zeros(1, np.int64)
         block = zero + self.alignment.offset
-        with mmap.mmap(-1, int(block[0])) as area:
-            address = zero + np.frombuffer(area, np.uint8).ctypes.data
-            reads = (Requests(zero, descriptor, zero, block, address) for descriptor in self._descriptors)
-            try:
-                return all(context.goes_on_by_itself(read) for read in reads)
-            except Unsupported as refused:
-                self.aio_refused = str(refused)
-                return False
+        area = np.frombuffer(mmap.mmap(-1, int(block[0])), np.uint8)
+        address = zero + area.ctypes.data
+        reads = (Requests(zero, descriptor, zero, block, address) for descriptor in self._descriptors)
+        try:
+            return all(context.goes_on_by_itself(read) for read in reads)
+        except Unsupported as refused:
+            self.aio_refused = str(refused)
+            return False
 
     def _begins_reads(self) -> bool:
         """Whether a read that must not wait, and so returns with nothing, has at least been begun."""

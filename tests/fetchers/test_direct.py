@@ -187,3 +187,18 @@ def test_refused_advice_is_done_without(files, monkeypatch):
     opened = open_for_reads(files, "off", 90, 0)
     assert os.pread(opened.descriptors[1], 9, 1) == Path(files.paths[1]).read_bytes()[1:]
     opened.close()
+
+
+def test_an_interrupt_in_probing_is_raised(files, monkeypatch):
+    before = count_descriptors()
+
+    def interrupted(descriptor, blocks, offset):
+        held.extend(memoryview(block) for block in blocks)  # as a traceback may
+        raise KeyboardInterrupt
+
+    held = []
+    monkeypatch.setattr(os, "preadv", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        direct._probe(files.descriptors[2], Alignment(512, 512))
+    assert held
+    assert count_descriptors() == before
