@@ -9,7 +9,7 @@ from collections import deque
 
 import numpy as np
 
-from lazyio.errors import Cancelled, TableError
+from lazyio.errors import Cancelled, TableError, Unsupported
 from lazyio.fetchers.base import Bytes, Int64
 from lazyio.forking import renew_in_child
 from lazyio.gate import Gate, Gather
@@ -97,13 +97,16 @@ class Prefetcher:
         self._lenders: deque[weakref.ref[Ticket]] = deque(maxlen=_LENDERS)
 
     def submit(self, ids: Int64, shape: tuple[int, ...]) -> Ticket:
-        """Queue a ticket for `ids` [n], valid and not to be changed by anyone. Raises TableError after `close`."""
+        """Queue a ticket for `ids` [n], valid and not to be changed by anyone.
+
+        Raises TableError after `close`, Unsupported where no thread can be had.
+        """
         ticket = Ticket(self, ids, shape)
         with as_interrupts(), self._lock:
             if self._closed:
                 raise TableError("the table is closed")
             if self._thread is None:
-                threading.Thread(target=self._run, name="lazyio prefetch", daemon=True).start()
+                self._start_thread()
             self._queue.append(weakref.ref(ticket))
             self._changed.notify_all()
         return ticket
@@ -173,6 +176,16 @@ class Prefetcher:
         if error is not None:
             ticket._packed, ticket._inverse = _NOTHING, _NONE
         self._changed.notify_all()
+
+    def _start_thread(self) -> None:
+        try:
+            with as_interrupts():
+                threading.Thread(target=self._run, name="lazyio prefetch", daemon=True).start()
+        except RuntimeError as error:
+            raise Unsupported(
+                f"no thread can be had to read ahead ({error}): allow more of them (ulimit -u, the pids of a "
+                "container), or gather instead; with the engine, set lookahead to 0"
+            ) from error
 
     # --- the thread --------------------------------------------------------------------------------------------------
 

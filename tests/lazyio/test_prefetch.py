@@ -14,7 +14,17 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from lazyio import Cancelled, LazyTable, ReadError, RowIndexError, TableError, TableSpec, open_table, prefetch
+from lazyio import (
+    Cancelled,
+    LazyTable,
+    ReadError,
+    RowIndexError,
+    TableError,
+    TableSpec,
+    Unsupported,
+    open_table,
+    prefetch,
+)
 from lazyio.fetchers.base import Bytes, Int64
 from lazyio.fetchers.conformance import MadeTable, run_in_child
 from lazyio.ple.cache import RowCache
@@ -398,6 +408,19 @@ def test_a_thread_that_fails_leaves_nobody_waiting(
         until(lambda: not threads_that_read())
     check_result(tickets[0], made, [0])
     check_result(held.table.prefetch([5]), made, [5])
+
+
+def test_without_a_thread_it_says_so_and_goes_on(
+    double: LazyTable, made: MadeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(Unsupported, match=r"no thread can be had .*can't start new thread.*set lookahead to 0"):
+            double.prefetch([1])
+    check_result(double.prefetch([1]), made, [1])
 
 
 def test_results_that_were_taken_outlive_closing(
