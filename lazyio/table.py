@@ -168,7 +168,7 @@ class LazyTable:
         """Have the distinct rows of `ids` read by a thread of the table, and return at once.
 
         Tickets are read one after the other, any number may be queued; docs/lookahead.md tells how many rows they hold
-        meanwhile. `ids` are as for `gather`, and are copied. Raises RowIndexError and TypeError as that does, TableError
+        meanwhile. `ids` are as for `gather`, and copied. Raises RowIndexError and TypeError as that does, TableError
         where the table is closed, Unsupported where no thread can be had; what comes later is raised by `result`.
         """
         asked = _integers(ids)
