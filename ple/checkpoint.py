@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from lazyio.errors import TableError
-from lazyio.fetchers.files import cause_of
+from lazyio.fetchers.files import Descriptors, cause_of
 from lazyio.ple.spec import NgramHash
 
 
@@ -56,12 +56,12 @@ class SourceFile:
         self.path = path
         try:
             # Opening a pipe would wait for its writer.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._descriptors = Descriptors([os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)])
         except OSError as error:
             raise TableError(f"can't open {path!r}: {cause_of(error)}") from error
         except ValueError as error:
             raise TableError(f"can't open {path!r}: {error}") from error
-        status = os.fstat(self._descriptor)
+        status = os.fstat(self._descriptors[0])
         self.size = status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
@@ -77,7 +77,7 @@ class SourceFile:
         parts = []
         while length:
             try:
-                part = os.pread(self._descriptor, min(length, 1 << 30), offset)
+                part = os.pread(self._descriptors[0], min(length, 1 << 30), offset)
             except OSError as error:
                 raise TableError(f"can't read {self.path} at byte {offset}: {error.strerror}") from error
             if not part:
@@ -87,8 +87,8 @@ class SourceFile:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+        """Close the file; harmless when done twice."""
+        self._descriptors.close()
 
     def __enter__(self) -> Self:
         return self

@@ -66,3 +66,12 @@ def test_ranges_that_do_not() -> None:
         check_ranges([tensor("b", 10, 5), tensor("a", 0, 10)], 14)
     with pytest.raises(TableError, match="cut short"):
         check_ranges([tensor("unknown", 16, None)], 15)
+
+
+def test_a_file_that_nobody_closes_is_closed_with_its_last_reference(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8))
+    before = len(os.listdir("/proc/self/fd"))
+    file = SourceFile(str(tmp_path / "file"))
+    assert file.read(0, 8) == bytes(8)
+    del file
+    assert len(os.listdir("/proc/self/fd")) == before
