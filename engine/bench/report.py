@@ -147,8 +147,10 @@ def _method(outcome: EngineOutcome) -> list[str]:
 
 
 def _fallbacks(outcome: EngineOutcome) -> list[str]:
-    runs = [timed for prompt in outcome.prompts for turns in prompt.rounds for timed in turns]
-    backends = {(timed.way.mode, timed.run.backend) for timed in runs}
+    rounds = [turns for prompt in outcome.prompts for turns in prompt.rounds]
+    backends = {(timed.way.mode, timed.run.backend) for turns in rounds for timed in turns}
+    if outcome.decode is not None:
+        backends |= {(steps.way.mode, steps.run.backend) for turns in outcome.decode.rounds for steps in turns}
     return sorted(
         f"{mode} fell back: {backend.fallback_reason}." for mode, backend in backends if backend.fallback_reason
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lazyio import RunsDifferError
+from lazyio import RunsDifferError, Unsupported
 from lazyio.bench.abba.paths import Place
 from lazyio.cli import app
 from lazyio.engine.bench.rig import Rig
@@ -81,6 +81,17 @@ def test_what_was_measured_before_an_error_stands(
     assert "prompt of 20 tokens, cold" in result.output
     assert "T is the time from" in result.output
     assert len(json.loads(out.read_text())["prompts"]) == 1
+
+
+def test_a_fallback_of_decode_steps_alone_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise Unsupported("no rings here")
+
+    monkeypatch.setattr("lazyio.fetchers.uring.Ring", refused)
+    result = run(folder, "--prompts", "", "--modes", "uring", "--lookahead", "0", *FEW)
+    assert result.exit_code == 0, result.output
+    assert "uring fell back: " in result.output
+    assert "no rings here" in result.output
 
 
 def test_warm(folder: Path) -> None:
