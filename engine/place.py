@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lazyio.engine.models.base import Model
+from lazyio.engine.weights.memory import left_on
 from lazyio.errors import NeverFits, SettingError, Unsupported
 from lazyio.host import available_memory_bytes
 from lazyio.units import format_bytes
@@ -69,7 +70,4 @@ def check_memory(needed_bytes: int, what: str, device: torch.device, advice: str
 
 
 def _free_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return available_memory_bytes()
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
+    return available_memory_bytes() if device.type == "cpu" else left_on(device)

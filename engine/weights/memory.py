@@ -15,7 +15,7 @@ def check_memory(weights_bytes: int, passing_bytes: int, device: torch.device, d
     `passing_bytes` is what loading takes on either beside the weights. `dtype` is that of the weights, for the message.
     """
     if device.type == "cuda":
-        _check(weights_bytes, passing_bytes, _left_on(device), f"device {device}", dtype, "another device")
+        _check(weights_bytes, passing_bytes, left_on(device), f"device {device}", dtype, "another device")
         _check(0, passing_bytes, available_memory_bytes(), "the host", dtype, "a host with more memory")
     else:
         _check(weights_bytes, passing_bytes, available_memory_bytes(), "the host", dtype, "a host with more memory")
@@ -33,7 +33,7 @@ def _check(weights: int, passing: int, left: int, where: str, dtype: torch.dtype
     )
 
 
-def _left_on(device: torch.device) -> int:
+def left_on(device: torch.device) -> int:
     """Bytes that torch can still have: what is free on the device, and what it holds already and does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
