@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate, pairwise
@@ -17,7 +17,7 @@ from lazyio import settings
 from lazyio.bench.cold import make_cold
 from lazyio.bench.gauge import Counters, Gauge
 from lazyio.engine.bench.moments import Moments
-from lazyio.engine.bench.ways import Way
+from lazyio.engine.bench.ways import RESIDENT, Way
 from lazyio.engine.device_table import DeviceTable
 from lazyio.engine.feed import Feed
 from lazyio.engine.models import Model
@@ -27,7 +27,7 @@ from lazyio.gate import TableStats
 from lazyio.modes import Backend
 from lazyio.ple.rowids import RowIds
 from lazyio.ple.spec import TableSpec
-from lazyio.table import open_table
+from lazyio.table import LazyTable, open_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,16 @@ class DecodeRun:
 class Rig:
     """A model, and a table that is opened anew for each run, with those of the `options` that its mode has.
 
+    A table in memory has nothing that a run could leave behind: it is read once, and stays until the `stack` closes.
     Runs over the same tokens in the same cuts must give the same logits, bit for bit.
     """
 
-    def __init__(self, model: Model, spec: TableSpec, row_ids: RowIds, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Model, spec: TableSpec, row_ids: RowIds, options: dict[str, Any], stack: ExitStack
+    ) -> None:
         self.model, self.spec, self.row_ids = model, spec, row_ids
-        self._options = options
+        self._options, self._stack = options, stack
+        self._resident: LazyTable | None = None
         self._digests: dict[str, tuple[str, str]] = {}  # by what was computed: the way that was first, and its logits
 
     def prompt(self, way: Way, tokens: Sequence[int], cuts: Sequence[int], *, warm: bool) -> PromptRun:
@@ -98,11 +102,20 @@ class Rig:
 
     @contextmanager
     def _feed(self, way: Way, more: dict[str, Any]) -> Iterator[Feed]:
-        given = {name: value for name, value in self._options.items() if settings.applies(name, way.mode)}
-        with open_table(self.spec, mode=way.mode, **(given | more)) as table:
+        with self._table(way.mode, more) as table:
             device_table = DeviceTable(table, self.model.device, self.model.dtype)
             with closing(device_table):
                 yield Feed(device_table, self.row_ids, way.lookahead)
+
+    def _table(self, mode: str, more: dict[str, Any]) -> AbstractContextManager[LazyTable]:
+        if mode == RESIDENT and self._resident is not None:
+            return nullcontext(self._resident)
+        given = {name: value for name, value in self._options.items() if settings.applies(name, mode)}
+        table = open_table(self.spec, mode=mode, **(given | more))
+        if mode != RESIDENT:
+            return table
+        self._resident = self._stack.enter_context(table)
+        return nullcontext(table)
 
     def _timed_prompt(self, way: Way, feed: Feed, tokens: Sequence[int], cuts: Sequence[int]) -> PromptRun:
         model, table = self.model, feed.table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
 from itertools import product
@@ -65,12 +66,12 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
     most = max([*lengths, request.context + request.decode if request.decode else 0])
     # Before anything is opened, and minutes of loading.
     tokens, source = tokens_of(request.ids, most, _vocab_of(request, most), request.seed)
-    with LLM(request.path, **request.model) as llm:
+    with LLM(request.path, **request.model) as llm, ExitStack() as stack:
         assert llm.table is not None
         assert llm.feed is not None
         check_state(llm.model, most)
         spec = llm.table.spec
-        rig = Rig(llm.model, spec, llm.feed.row_ids, request.table_options)
+        rig = Rig(llm.model, spec, llm.feed.row_ids, request.table_options, stack)
         cuts = {length: llm.cuts(length) for length in lengths}
         subject = _subject(llm, source)
         llm.table.close()  # what it has mapped could not be made cold

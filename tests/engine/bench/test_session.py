@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lazyio import RunsDifferError, Unsupported
+from lazyio import LazyTable, RunsDifferError, TableError, Unsupported, open_table
 from lazyio.bench.abba.paths import Place
 from lazyio.cli import app
 from lazyio.engine.bench.rig import Rig
@@ -140,10 +141,10 @@ def test_a_model_without_a_table(tiny: Callable[..., Any], tmp_path: Path) -> No
 def test_other_logits_void_the_comparison(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lazyio.engine.llm import LLM
 
-    with LLM(folder, lazy_mode="on", device="cpu") as llm:
+    with LLM(folder, lazy_mode="on", device="cpu") as llm, ExitStack() as stack:
         assert llm.table is not None
         assert llm.feed is not None
-        rig = Rig(llm.model, llm.table.spec, llm.feed.row_ids, {})
+        rig = Rig(llm.model, llm.table.spec, llm.feed.row_ids, {}, stack)
         llm.table.close()
         tokens = list(range(3, 20))
         rig.prompt(Way("on", 1), tokens, [17], warm=True)
@@ -153,3 +154,21 @@ def test_other_logits_void_the_comparison(folder: Path, monkeypatch: pytest.Monk
         )
         with pytest.raises(RunsDifferError, match="void"):
             rig.prompt(Way("uring", 1), tokens, [17], warm=True)
+
+
+def test_a_table_in_memory_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = list[LazyTable]()
+
+    def opening(spec: Any, *, mode: str, **options: Any) -> LazyTable:
+        tables.append(open_table(spec, mode=mode, **options))
+        return tables[-1]
+
+    monkeypatch.setattr("lazyio.engine.bench.rig.open_table", opening)
+    result = run(folder, *FEW, "--prompts", "16,24", "--modes", "off,on", "--lookahead", "1")
+    assert result.exit_code == 0, result.output
+    modes = [table.backend.mode for table in tables]
+    assert modes.count("off") == 1
+    assert modes.count("on") > 1
+    for table in tables:
+        with pytest.raises(TableError, match="closed"):
+            table.gather([0])
