@@ -184,13 +184,13 @@ def _half(two_bytes: torch.Tensor) -> torch.Tensor:
     return two_bytes.contiguous().view(torch.float16).float()
 
 
-def _nibbles(codes: torch.Tensor, apart: int = 16) -> torch.Tensor:
+def nibbles(codes: torch.Tensor, apart: int = 16) -> torch.Tensor:
     """Low halves of each `apart` bytes, then their high halves: uint8 [blocks, n] to [blocks, 2 n]."""
     runs = codes.view(len(codes), -1, 1, apart)
     return torch.cat([runs & 15, runs >> 4], 2).flatten(1)
 
 
-def _bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Each byte's parts of so many bits, lowest first: uint8 [..., n] to [..., n, 8 / bits]."""
     return codes[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device) & (1 << bits) - 1
 
@@ -200,15 +200,15 @@ def _looked_up(codes: torch.Tensor, values: tuple[int, ...]) -> torch.Tensor:
 
 
 def _five_bits(block: torch.Tensor) -> torch.Tensor:
-    return _nibbles(block[:, 4:].contiguous()) | _bits(block[:, :4], 1).flatten(1) << 4
+    return nibbles(block[:, 4:].contiguous()) | bits(block[:, :4], 1).flatten(1) << 4
 
 
 def _q4_0(block: torch.Tensor) -> torch.Tensor:
-    return _half(block[:, :2]) * (_nibbles(block[:, 2:].contiguous()).float() - 8)
+    return _half(block[:, :2]) * (nibbles(block[:, 2:].contiguous()).float() - 8)
 
 
 def _q4_1(block: torch.Tensor) -> torch.Tensor:
-    return _half(block[:, :2]) * _nibbles(block[:, 4:].contiguous()).float() + _half(block[:, 2:4])
+    return _half(block[:, :2]) * nibbles(block[:, 4:].contiguous()).float() + _half(block[:, 2:4])
 
 
 def _q5_0(block: torch.Tensor) -> torch.Tensor:
@@ -225,7 +225,7 @@ def _q8_0(block: torch.Tensor) -> torch.Tensor:
 
 def _iq4_nl(block: torch.Tensor) -> torch.Tensor:
     values = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-    return _half(block[:, :2]) * _looked_up(_nibbles(block[:, 2:].contiguous()), values)
+    return _half(block[:, :2]) * _looked_up(nibbles(block[:, 2:].contiguous()), values)
 
 
 def _mxfp4(block: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ def _mxfp4(block: torch.Tensor) -> torch.Tensor:
     # Half of 2 ** (exponent - 127), since codes stand for twice their value; the two smallest are subnormal.
     half = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23).view(torch.float32)
     doubled = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-    return half * _looked_up(_nibbles(block[:, 1:].contiguous()), doubled)
+    return half * _looked_up(nibbles(block[:, 1:].contiguous()), doubled)
 
 
 def _k_scales(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,18 +246,18 @@ def _k_scales(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _q4_k(block: torch.Tensor) -> torch.Tensor:
     scales, least = _k_scales(block)
-    return scales * _nibbles(block[:, 16:].contiguous(), 32).view(-1, 8, 32).float() - least
+    return scales * nibbles(block[:, 16:].contiguous(), 32).view(-1, 8, 32).float() - least
 
 
 def _q5_k(block: torch.Tensor) -> torch.Tensor:
     scales, least = _k_scales(block)
-    fifth = _bits(block[:, 16:48], 1).transpose(1, 2) << 4
-    return scales * (_nibbles(block[:, 48:].contiguous(), 32).view(-1, 8, 32) | fifth).float() - least
+    fifth = bits(block[:, 16:48], 1).transpose(1, 2) << 4
+    return scales * (nibbles(block[:, 48:].contiguous(), 32).view(-1, 8, 32) | fifth).float() - least
 
 
 def _q6_k(block: torch.Tensor) -> torch.Tensor:
-    upper = _bits(block[:, 128:192].view(-1, 2, 32), 2).transpose(2, 3).reshape(-1, 256)
-    codes = _nibbles(block[:, :128].contiguous(), 64) | upper << 4
+    upper = bits(block[:, 128:192].view(-1, 2, 32), 2).transpose(2, 3).reshape(-1, 256)
+    codes = nibbles(block[:, :128].contiguous(), 64) | upper << 4
     scales = _half(block[:, 208:]) * block[:, 192:208].view(torch.int8).float()
     return scales[..., None] * (codes.view(-1, 16, 16).float() - 32)
 

@@ -1,0 +1,37 @@
+"""What the GPU does with quantised weights: the bodies of `packed_matmul`, which launches them."""
+
+# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from lazyio.kernels.packed_tiles import load_tile
+
+
+@triton.jit
+def expand(
+    p0: tl.tensor,
+    p1: tl.tensor,
+    p2: tl.tensor,
+    p3: tl.tensor,
+    out: tl.tensor,  # [experts, N, K]
+    STORED: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """A tile of the weight as values."""
+    expert = tl.program_id(0) // ((N + BLOCK_N - 1) // BLOCK_N)
+    n = tl.program_id(0) % ((N + BLOCK_N - 1) // BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K
+    row, column = tl.minimum(n, N - 1), k + tl.arange(0, BLOCK_K)
+    values = load_tile(p0, p1, p2, p3, expert, row, k, STORED, N, K, BLOCK_K, ROWS, COLUMNS)
+    place = (expert.to(tl.int64) * N + row)[:, None] * K + column[None, :]
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=(n < N)[:, None] & (column < K)[None, :])
