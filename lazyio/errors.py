@@ -9,6 +9,7 @@
       Unsupported     (RuntimeError)  something this machine or build can't do, and what can be done instead
       SettingError    (ValueError)    a setting that is malformed, or that contradicts another
       NeverFits       (ValueError)    a request larger than its budget can ever hold; names the setting to change
+      NoRoom          (RuntimeError)  a request that must wait until others give back what they hold
       NotCold         (RuntimeError)  a measurement whose cold start could not be proved
       RunsDifferError (RuntimeError)  two ways of reading that gave different bytes, so that no figure counts
       RunFailed       (RuntimeError)  a command of a comparison that failed, or that gave no figures
@@ -25,6 +26,7 @@ __all__ = [
     "ModelError",
     "NetworkFilesystemWarning",
     "NeverFits",
+    "NoRoom",
     "NotCold",
     "PromptError",
     "ReadError",
@@ -63,6 +65,10 @@ class SettingError(LazyIOError, ValueError):
 
 class NeverFits(LazyIOError, ValueError):
     """A request that its budget can never hold, whatever else is freed."""
+
+
+class NoRoom(LazyIOError, RuntimeError):
+    """A request that its budget can't hold now, and can when what others hold is given back."""
 
 
 class Unsupported(LazyIOError, RuntimeError):

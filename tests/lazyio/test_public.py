@@ -26,6 +26,7 @@ PUBLIC = [
     "NetworkFilesystemWarning",
     "NeverFits",
     "NgramHash",
+    "NoRoom",
     "NotCold",
     "PromptError",
     "ReadError",

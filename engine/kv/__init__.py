@@ -1,0 +1,1 @@
+"""Keys, values and states of all sequences in pages of one pool: see docs/kv.md."""
