@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Protocol, Self
 
@@ -15,9 +16,33 @@ class Piece(Protocol):
         """A copy that shares nothing."""
         ...
 
+    def placed(self, places: Places) -> Any:
+        """The same of a sequence that begins, somewhere else."""
+        ...
+
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
+        ...
+
+
+class Places(Protocol):
+    """Where pieces of the kinds below lie, in the place of memory of their own; `engine/kv` has such places."""
+
+    def growing(self, entries: int, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """In the place of a `Growing` with so many entries."""
+        ...
+
+    def sliding(self, reach: int, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """In the place of a `Sliding` that keeps so many entries."""
+        ...
+
+    def recent(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """In the place of a `Recent` of that shape."""
+        ...
+
+    def recurrent(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """In the place of a `Recurrent` of that shape."""
         ...
 
 
@@ -53,6 +78,10 @@ class Composite:
         """Bytes on the device."""
         return sum(piece.nbytes for piece in self._pieces())
 
+    def placed(self, places: Places) -> Self:
+        """The same of a sequence that begins, somewhere else."""
+        return type(self)(*(piece.placed(places) for piece in self._pieces()))
+
     def _pieces(self) -> list[Any]:
         return [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
 
@@ -81,6 +110,10 @@ class Growing:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._entries.nbytes
+
+    def placed(self, places: Places) -> Any:
+        """The same of a sequence that begins, somewhere else."""
+        return places.growing(len(self._entries), self._entries.shape[1:], self._entries.dtype)
 
     def clone(self) -> Self:
         """A copy that shares nothing."""
@@ -121,6 +154,10 @@ class Sliding:
         """Bytes on the device."""
         return self._entries.nbytes
 
+    def placed(self, places: Places) -> Any:
+        """The same of a sequence that begins, somewhere else."""
+        return places.sliding(self._reach, self._entries.shape[1:], self._entries.dtype)
+
     def clone(self) -> Self:
         """A copy that shares nothing."""
         copy = type(self).__new__(type(self))
@@ -139,6 +176,13 @@ class Recent:
     def __init__(self, count: int, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
         self._entries = torch.zeros(count, *shape, dtype=dtype, device=device)
 
+    @classmethod
+    def at(cls, entries: torch.Tensor) -> Self:
+        """The same in given memory, which has what came before."""
+        piece = cls.__new__(cls)
+        piece._entries = entries
+        return piece
+
     def extend(self, new: torch.Tensor) -> torch.Tensor:
         """Those entries with the new ones [n, *shape] behind them, [count + n, *shape]; the last `count` are kept."""
         joined = torch.cat([self._entries, new])
@@ -149,6 +193,10 @@ class Recent:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._entries.nbytes
+
+    def placed(self, places: Places) -> Any:
+        """The same of a sequence that begins, somewhere else."""
+        return places.recent(self._entries.shape, self._entries.dtype)
 
     def clone(self) -> Self:
         """A copy that shares nothing."""
@@ -167,6 +215,10 @@ class Recurrent:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self.value.nbytes
+
+    def placed(self, places: Places) -> Any:
+        """The same of a sequence that begins, somewhere else."""
+        return places.recurrent(self.value.shape, self.value.dtype)
 
     def clone(self) -> Self:
         """A copy that shares nothing."""

@@ -1,0 +1,262 @@
+"""Sequences in pages beside the same in windows, with models of every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lazyio.engine.kv.paged import Paged, PagedSeat
+from lazyio.engine.kv.pieces import Paged as PagedEntries
+from lazyio.engine.kv.pool import NULL, PAGE
+from lazyio.engine.models import Model
+from lazyio.engine.state import State
+from lazyio.errors import NeverFits, NoRoom, Unsupported
+
+ALL = ("qwen4_exp", "gemma4", "gemma3n", "qwen3_5", "qwen3_5_moe")
+SOME = ("qwen4_exp", "gemma3n")
+
+
+@pytest.fixture(scope="session")
+def pair(tiny: Callable[..., Any]) -> Callable[[str], Any]:
+    """`pair(name)`: a tiny model for sequences of some pages, the same one for the whole session."""
+    known: dict[str, Any] = {}
+
+    def made(name: str) -> Any:
+        if name not in known:
+            known[name] = tiny(name, max_position_embeddings=2048)
+        return known[name]
+
+    return made
+
+
+@pytest.fixture
+def pool() -> Iterator[Callable[..., Paged]]:
+    """`pool(model, pages)`: a poisoned one; at the end of the test it must balance to zero, the null page clean."""
+    made: list[Paged] = []
+
+    def make(model: Model, pages: int = 40, *, reuses: bool = True) -> Paged:
+        made.append(Paged(model, pages, streams=1, reuses=reuses, poison=True))
+        return made[-1]
+
+    yield make
+    for each in made:
+        assert each.ledger.seated == 0
+        each.ledger.prefixes.clear()
+        assert each.ledger.pool.used == 0
+        assert each.buffer.null_is_clean()
+
+
+def run(pair: Any, state: State, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
+    """The logits of the tokens after those that the state stands for, cut at these positions."""
+    found = []
+    ends = [*(cut for cut in cuts if state.tokens < cut < len(tokens)), len(tokens)]
+    for end in ends:
+        before = None if pair.table is None else pair.row_ids.tail(tokens[: state.tokens])
+        found += pair._step([(state, list(tokens[state.tokens : end]))], [before])
+    return torch.cat(found)
+
+
+def fresh(pair: Any, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
+    return run(pair, pair.model.new_state(len(tokens)), tokens, cuts)
+
+
+def parted(pair: Any, at: int, length: int) -> list[int]:
+    """Tokens that begin like `pair.tokens(length)` and go on otherwise after so many."""
+    own, other = pair.tokens(length), pair.tokens(length, seed=8)
+    found = [*own[:at], *other[at:]]
+    found[at] = own[at] + 1 if own[at] < 200 else 7
+    return found
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_paged_is_windowed_bit_for_bit(name: str, pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
+    """Also of two sequences in turns, and of one whose pages others have used."""
+    both = pair(name)
+    tokens, other = both.tokens(PAGE + 30), both.tokens(100, seed=5)
+    cuts = [1, 8, 40, 41, 250, 259, 260, 261]
+    made = pool(both.model, reuses=False)
+    first, second = made.seat(len(tokens), 1), made.seat(len(other), 1)
+    found = [run(both, seat.state, part, cuts) for seat, part in ((first, tokens[:50]), (second, other[:60]))]
+    found += [run(both, seat.state, part, cuts) for seat, part in ((first, tokens), (second, other))]
+    expected = fresh(both, tokens, sorted([*cuts, 50]))
+    expected_other = fresh(both, other, sorted([*cuts, 60]))
+    assert torch.equal(torch.cat([found[0], found[2]]), expected)
+    assert torch.equal(torch.cat([found[1], found[3]]), expected_other)
+    made.release(first)
+    third = made.seat(len(other), 1)
+    assert torch.equal(run(both, third.state, other, [60]), fresh(both, other, [60]))
+    made.release(second)
+    made.release(third)
+
+
+def test_a_read_of_what_nobody_wrote_shows(
+    pair: Callable[[str], Any], pool: Callable[..., Paged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, entries = pair("qwen3_5"), PagedEntries.entries
+
+    def one_too_many(piece: PagedEntries) -> torch.Tensor:
+        read = entries.__get__(piece)
+        piece._length += 1
+        beyond = entries.__get__(piece)[-1:]
+        piece._length -= 1
+        return torch.cat([read[:-1], beyond])
+
+    monkeypatch.setattr(PagedEntries, "entries", property(one_too_many))
+    made = pool(both.model)
+    seat = made.seat(20, 1)
+    assert run(both, seat.state, both.tokens(20), []).isnan().any()
+    made.release(seat)
+
+
+def test_a_write_to_the_null_page_is_found(pair: Callable[[str], Any]) -> None:
+    made = Paged(pair("qwen3_5").model, 40, streams=1, reuses=True, poison=True)
+    made.buffer._bytes[NULL, 5] = 3
+    with pytest.raises(AssertionError, match="wrote to the null page"):
+        made.seat(1, 1)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("at", [PAGE - 1, PAGE, PAGE + 1])
+def test_resumed_around_a_page_edge_is_fresh_at_equal_cuts(
+    name: str, at: int, pair: Callable[[str], Any], pool: Callable[..., Paged], agree: Callable[..., None]
+) -> None:
+    both = pair(name)
+    tokens, length = both.tokens(PAGE + 20), PAGE + 40
+    made = pool(both.model)
+    first = made.seat(len(tokens), 5, tokens)
+    assert first.marks == (PAGE,)
+    run(both, first.state, tokens[:PAGE], [])
+    made.mark(first, tokens[:PAGE])
+    run(both, first.state, tokens, [])
+    made.release(first, keep=tokens)
+
+    prompt = parted(both, at, length)
+    seat = made.seat(length, 5, prompt)
+    assert seat.state.tokens == (0 if at < PAGE else PAGE)
+    found = run(both, seat.state, prompt, [PAGE, PAGE + 10])
+    expected = fresh(both, prompt, [PAGE, PAGE + 10])
+    assert torch.equal(found, expected[length - len(found) :])
+    agree(found, fresh(both, prompt, [])[length - len(found) :])
+    made.release(seat)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_conversation_goes_on_where_it_ended(
+    name: str, pair: Callable[[str], Any], pool: Callable[..., Paged]
+) -> None:
+    """Within a page, which is copied: two go on from it at the same time, and each is as if it were alone."""
+    both = pair(name)
+    history = both.tokens(PAGE + 20)
+    made = pool(both.model)
+    first = made.seat(len(history), 5, history)
+    run(both, first.state, history, [PAGE, PAGE + 19])
+    made.release(first, keep=history)
+
+    prompts = [history + both.tokens(25, seed=seed) for seed in (5, 6)]
+    seats = [made.seat(len(prompt), 5, prompt) for prompt in prompts]
+    assert [seat.state.tokens for seat in seats] == [len(history)] * 2
+    found = [run(both, seat.state, prompt[:-9], []) for seat, prompt in zip(seats, prompts, strict=True)]
+    found += [run(both, seat.state, prompt, []) for seat, prompt in zip(seats, prompts, strict=True)]
+    for number, prompt in enumerate(prompts):
+        expected = fresh(both, prompt, [PAGE, PAGE + 19, len(history), len(prompt) - 9])
+        assert torch.equal(torch.cat(found[number::2]), expected[len(history) :])
+    for seat, prompt in zip(seats, prompts, strict=True):
+        made.release(seat, keep=prompt)
+
+
+def test_prompts_that_parted_leave_a_mark_where_they_did(
+    pair: Callable[[str], Any], pool: Callable[..., Paged]
+) -> None:
+    both = pair("qwen3_5")
+    tokens = both.tokens(3 * PAGE + 10)
+    made = pool(both.model)
+    first = made.seat(len(tokens), 1, tokens)
+    run(both, first.state, tokens, [])
+    made.release(first, keep=tokens)
+    seat = made.seat(len(tokens), 1, parted(both, 2 * PAGE + 30, len(tokens)))
+    assert (seat.state.tokens, seat.marks) == (0, (2 * PAGE, 3 * PAGE))
+    made.release(seat)
+
+
+def test_nothing_is_resumed_where_it_is_not_asked_for(pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
+    both = pair("qwen3_5")
+    tokens = both.tokens(PAGE + 20)
+    made = pool(both.model, reuses=False)
+    for _ in range(2):
+        seat = made.seat(len(tokens), 1, tokens)
+        assert (seat.state.tokens, seat.marks) == (0, ())
+        run(both, seat.state, tokens, [])
+        made.release(seat, keep=tokens)
+    assert made.ledger.prefixes.pages == 0
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_more_lanes_than_windows_would_have_room_for(
+    name: str, pair: Callable[[str], Any], pool: Callable[..., Paged]
+) -> None:
+    both = pair(name)
+    made = pool(
+        both.model, pages=3 * (1 + Paged(both.model, None, streams=1, reuses=False, poison=False).ledger.run_pages)
+    )
+    prompts = [both.tokens(20 + number, seed=number) for number in range(8)]
+    waiting, seated, found = list(enumerate(prompts)), list[tuple[int, PagedSeat]](), dict[int, torch.Tensor]()
+    waits = 0
+    while waiting or seated:
+        try:
+            while waiting:
+                seated.append((waiting[0][0], made.seat(len(waiting[0][1]), 5)))
+                waiting.pop(0)
+        except NoRoom:
+            waits += 1
+        number, seat = seated.pop(0)
+        found[number] = run(both, seat.state, prompts[number], [])
+        made.release(seat)
+    assert waits
+    assert made.ledger.pool.peak == len(made.ledger.pool)
+    for number, prompt in enumerate(prompts):
+        assert torch.equal(found[number], fresh(both, prompt, []))
+
+
+def test_windows_of_keys_hold_no_more_than_their_window(pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
+    both = pair("gemma4")
+    window = both.reference.config.sliding_window
+    parts = pool(both.model).buffer.layout.parts
+    assert len(parts) == 2 * 2
+    assert all(part.shape[0] == window - 1 for part in parts)
+
+
+def test_a_pool_too_small_for_one_stream_or_too_large_for_the_machine(pair: Callable[[str], Any]) -> None:
+    model = pair("qwen3_5").model
+    with pytest.raises(
+        NeverFits, match="kv_pages comes to 1, and one stream takes 2 at least: 1 for its state and 1 for"
+    ):
+        Paged(model, 1, streams=1, reuses=True, poison=False)
+    with pytest.raises(NeverFits, match=r"a pool of 16777216 pages .* lower kv_pages"):
+        Paged(model, 1 << 24, streams=1, reuses=True, poison=False)
+
+
+def test_a_request_beyond_the_pool_is_refused(pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
+    made = pool(pair("qwen3_5").model, pages=3)
+    made.fits_ever(2 * PAGE - 1)
+    with pytest.raises(NeverFits, match="set kv_pages to 4 or more"):
+        made.fits_ever(2 * PAGE)
+
+
+def test_entries_that_do_not_fill_a_page(tiny: Callable[..., Any]) -> None:
+    model = tiny("qwen4_exp", indexer_budget=9, indexer_compress_ratio=3).model
+    with pytest.raises(Unsupported, match="pages of 256 positions can't hold 85 entries each .* set kv_pages to off"):
+        Paged(model, 40, streams=1, reuses=True, poison=False)
+
+
+def test_the_tables_of_host_and_device_are_the_same(pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
+    made = pool(pair("qwen3_5").model)
+    seat = made.seat(3 * PAGE, 1)
+    pieces = [piece.keys for piece in seat.state.pieces.values() if hasattr(piece, "keys")]
+    assert pieces
+    for piece in pieces:
+        assert np.array_equal(piece.table.numpy(), seat.claim.table.pages)
+    made.release(seat)
