@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from lazyio.engine.layers.linear import Embedding
 from lazyio.engine.state import Piece, State
 from lazyio.engine.ubatch import Rows, Ubatch
 
@@ -26,7 +27,8 @@ class Model(nn.Module, abc.ABC):
 
     Parameters have the names and shapes that transformers gives them in a text-only model ("model.layers.0. ...",
     "lm_head.weight"). A model is built on the meta device, from the text part of a configuration in the form of
-    transformers' config.json; the loader gives the parameters their values.
+    transformers' config.json; the loader gives the parameters their values, or puts a `PackedWeight` in their place in
+    modules that have their names in `packs`.
     """
 
     #: Name of the table's tensor in transformers, without which a checkpoint has none; the loader never reads it.
@@ -65,7 +67,13 @@ class Model(nn.Module, abc.ABC):
     @property
     def dtype(self) -> torch.dtype:
         """In which hidden states are computed."""
-        return self.get_parameter("model.embed_tokens.weight").dtype
+        embedding = self.get_submodule("model.embed_tokens")
+        assert isinstance(embedding, Embedding)
+        return embedding.dtype
+
+    def dtype_of(self, parameter: str, dtype: torch.dtype) -> torch.dtype:
+        """That of a parameter in a model of `dtype`."""
+        return torch.float32 if parameter in self.float32 else dtype
 
     def new_state(self, capacity: int, device: torch.device | None = None) -> State:
         """The state of a sequence that begins, with room for `capacity` tokens, on the model's device.

@@ -53,7 +53,8 @@ class GgufSource(Source):
 
     def _part(self, stored: Stored) -> Part:
         tensor = self._checkpoint.tensor(stored.name)
-        return Part(tensor if stored.place is None else _entry(tensor, stored.place), stored.into, stored.undo)
+        own = tensor if stored.place is None else _entry(tensor, stored.place)
+        return Part(own, stored.into, stored.undo, tiles=stored.tiles)
 
 
 def _entry(tensor: StoredTensor, place: int) -> StoredTensor:

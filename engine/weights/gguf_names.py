@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from lazyio.engine.weights.tiles import Tiles
+
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -24,7 +26,8 @@ class Stored:
 
     `do` turns values of the part into stored ones, `undo` turns them back; both take a whole tensor and keep
     its shape, and dimensions of 1 are left out of what is stored. With `place` the values are only that entry of the
-    stored tensor's first dimension, which several parameters share.
+    stored tensor's first dimension, which several parameters share. `tiles` are there where `undo` is theirs and moves
+    values without changing them.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Stored:
     do: Change | None = None
     undo: Change | None = None
     place: int | None = None
+    tiles: Tiles | None = None
 
 
 class GgufNames:
@@ -75,12 +79,12 @@ class GgufNames:
             assert tiles is not None
             return Stored(name, do=lambda x: -tiles.do(x).exp(), undo=lambda x: tiles.undo(x.neg().log()))
         if tiles is not None:
-            return Stored(name, do=tiles.do, undo=tiles.undo)
+            return Stored(name, do=tiles.do, undo=tiles.undo, tiles=tiles)
         if self._qwen and _is_zero_centred(parameter):
             return Stored(name, do=lambda x: x + 1, undo=lambda x: x - 1)
         return Stored(name)
 
-    def _tiles(self, parameter: str) -> _Tiles | None:
+    def _tiles(self, parameter: str) -> Tiles | None:
         """How the value heads of a parameter of a gated delta net are ordered; None where it has none."""
         _, _, name = parameter.rpartition("linear_attn.")
         if name == parameter or name == "norm.weight":
@@ -89,32 +93,7 @@ class GgufNames:
         key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
         wide = config["linear_value_head_dim"] if name.split(".")[0] in _WIDE else 1
         before = 2 * key_heads * config["linear_key_head_dim"] if name.split(".")[0] in _BEHIND_KEYS else 0
-        return _Tiles(key_heads, value_heads // key_heads, wide, before, dim=1 if name == "out_proj.weight" else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Value heads by the key head that they share: grouped in transformers, one of each key head in turn in GGUF.
-
-    Entry [k * shared + r] becomes entry [r * key_heads + k], each `wide` long, behind the first `before` of `dim`.
-    """
-
-    key_heads: int
-    shared: int
-    wide: int
-    before: int
-    dim: int
-
-    def do(self, x: torch.Tensor) -> torch.Tensor:
-        return self._swapped(x, (self.key_heads, self.shared))
-
-    def undo(self, x: torch.Tensor) -> torch.Tensor:
-        return self._swapped(x, (self.shared, self.key_heads))
-
-    def _swapped(self, x: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
-        entries = torch.arange(self.before, x.shape[self.dim], device=x.device)
-        order = entries.view(*heads, self.wide).transpose(0, 1).reshape(-1)
-        return x.index_select(self.dim, torch.cat([torch.arange(self.before, device=x.device), order]))
+        return Tiles(key_heads, value_heads // key_heads, wide, before, dim=1 if name == "out_proj.weight" else 0)
 
 
 # Of a gated delta net: what has a whole head of values for each value head, and what has queries and keys before them.

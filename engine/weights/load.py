@@ -54,54 +54,41 @@ def outline(source: Source, load_format: str = "auto", layers: int | None = None
         return model_class(config["model_type"]).from_config(config)
 
 
-def load_model(
-    source: Source,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    load_format: str = "auto",
-    progress: Progress | None = None,
-    layers: int | None = None,
-    seed: int = 0,
-) -> Model:
-    """The model of a checkpoint on `device`, its weights in `dtype` (float32, bfloat16 or float16), without gradients.
+def load_model(trunk: Trunk, *, progress: Progress | None = None, seed: int = 0) -> Model:
+    """The model of a trunk on its device, without gradients.
 
-    The table is not loaded. `load_format` "auto" reads the weights; what was read does not stay in the page cache.
-    "dummy" reads none and makes random ones: the same `seed` gives the same on every device of one type, and `layers`
-    takes that many of the model's first layers alone. `progress` is called with bytes read so far and bytes to read in
-    all.
+    Weights that are read do not stay in the page cache; the table is not loaded. Random ones are the same for a `seed`
+    on every device of one type. `progress` is called with bytes read so far and bytes to read in all.
 
-    Raises ModelError or TableError where the checkpoint is damaged, changes meanwhile or does not hold the model that
-    its configuration describes, NeverFits where memory is too little; both before anything is loaded, but for files
-    that change. Raises SettingError for arguments that can't be, Unsupported for a device that is not there.
+    Raises NeverFits where memory is too little, before anything is loaded; ModelError where files are damaged or change
+    meanwhile, or where a scale of packed weights is no finite number.
     """
-    _check_arguments(device, dtype)
-    model = outline(source, load_format, layers)
-    steps = plan(source, model) if load_format == "auto" else []
-    dtypes = {name: torch.float32 if name in model.float32 else dtype for name in shapes_of(model)}
-    sizes = (math.prod(shape) * dtypes[name].itemsize for name, shape in shapes_of(model).items())
-    passing = passing_bytes(step.part for step in steps) if steps else 0
-    check_memory(sum(sizes), passing, device, dtype)
-    _materialise(model, device, dtypes)
-    if load_format == "auto":
-        _stream(model, steps, progress)
+    model = trunk.model
+    passing = passing_bytes(step.part for step in trunk.steps) if trunk.steps else 0
+    check_memory(trunk, passing)
+    _materialise(trunk)
+    if trunk.steps is None:
+        fill_dummy(model, trunk.forms, seed)
     else:
-        fill_dummy(model, seed)
+        _stream(model, trunk.steps, progress)
     return model.eval()
 
 
-def _check_arguments(device: torch.device, dtype: torch.dtype) -> None:
-    if dtype not in _DTYPES:
-        raise SettingError(f"dtype is {dtype}; it can be {', '.join(map(str, _DTYPES))}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Unsupported(f"device is {device}, and torch finds {torch.cuda.device_count()} CUDA devices here; use cpu")
-
-
-def _materialise(model: Model, device: torch.device, dtypes: dict[str, torch.dtype]) -> None:
-    for name, shape in shapes_of(model).items():
-        _put(model, name, nn.Parameter(torch.empty(shape, dtype=dtypes[name], device=device), requires_grad=False))
+def _materialise(trunk: Trunk) -> None:
+    """Give all parameters memory, but for those of random packed weights, which are made whole."""
+    model = trunk.model
+    for name, form in trunk.forms.items():
+        if form.packed is None:
+            values = torch.empty(form.shape, dtype=form.dtype, device=trunk.device)
+            _put(model, name, nn.Parameter(values, requires_grad=False))
+        else:
+            put_packed(model, name, empty(form.packed, form.shape, trunk.device, form.block), form.dtype)
     for name, other in model.tied.items():
-        _put(model, name, model.get_parameter(other))
+        weight = weight_of(model, other)
+        if isinstance(weight, nn.Parameter):
+            _put(model, name, weight)
+        else:
+            put_packed(model, name, weight, trunk.dtype)
 
 
 def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lazyio.engine.weights.tiles import Tiles
 from lazyio.ple.checkpoint import StoredTensor
 
 
@@ -30,13 +31,14 @@ class Part:
     `into` has one slice for each leading dimension of the parameter that is not filled whole; what it selects has the
     shape of `stored`, but for dimensions of 1. Quantised values are turned to float32. `change`, if there is one, is
     called once, with all values: float32 in the shape of `stored`, on the parameter's device. It may work in place and
-    returns a tensor of that shape.
+    returns a tensor of that shape. `tiles` are there where it is theirs to undo, so that packed values can be moved.
     """
 
     stored: StoredTensor
     into: tuple[slice, ...] = ()
     change: Callable[[torch.Tensor], torch.Tensor] | None = None
     scale: BlockScale | None = None
+    tiles: Tiles | None = None
 
 
 class Source(abc.ABC):
