@@ -14,7 +14,7 @@ from lazyio.engine.account import Meter, describe
 from lazyio.engine.device_table import DeviceTable
 from lazyio.engine.feed import Feed
 from lazyio.engine.generate import Completion, Plan, Reply
-from lazyio.engine.opening import TableOptions, find_rows, open_beside, refuse_ignored
+from lazyio.engine.opening import TableOptions, find_rows, open_beside, plan_weights, refuse_ignored
 from lazyio.engine.pace import MeasuredPace, measure_pace
 from lazyio.engine.place import check_memory, check_state, device_of, dtype_of
 from lazyio.engine.prompt import Prompt, check_length, each_prompt, token_ids
@@ -36,9 +36,9 @@ _DEFAULT_UBATCH: int = settings.SETTINGS["ubatch"].default
 class LLM:
     """A model with its table on the disk. Use it as a context manager, or `close` it; by one thread at a time.
 
-    `model` is its trunk, `table` its lazy table and `feed` what brings rows from there, both None for a model without a
-    table. `lookahead` and `ubatch` are the settings in use, `pace` what was measured for ubatch auto, else None.
-    `no_text` says why there is no tokenizer, None where there is one.
+    `model` is its trunk and `trunk` how the weights of that are held, `table` its lazy table and `feed` what brings
+    rows from there, both None for a model without a table. `lookahead` and `ubatch` are the settings in use, `pace`
+    what was measured for ubatch auto, else None. `no_text` says why there is no tokenizer, None where there is one.
     """
 
     def __init__(
@@ -51,6 +51,8 @@ class LLM:
         dtype: str | torch.dtype | None = None,
         load_format: str = "auto",
         layers: int | None = None,
+        weights: str | None = None,
+        trunk: str | None = None,
         lookahead: int | None = None,
         ubatch: int | str | None = None,
         before_loading: Callable[[Self], object] | None = None,
@@ -62,10 +64,10 @@ class LLM:
         `table` is where the table lies, if not in the same checkpoint. `device` is cpu or cuda, by default cuda if
         there is one; `dtype` float32, bfloat16 or float16, by default float32 on the CPU and the checkpoint's own on
         cuda. `load_format` dummy reads no weights and takes random ones, of the first `layers` layers if that is given.
-        `lazy_mode`, `lookahead`, `ubatch` and the other options are settings, which come from the environment where
-        they are None; docs/settings.md lists them. `before_loading` is called with this object when all but its weights
-        is known, for calls of `check` and `text`, so that what is wrong with a prompt is said without waiting for them.
-        `progress` is called with the bytes loaded and all there are.
+        `lazy_mode`, `lookahead`, `ubatch`, `weights`, `trunk` and the other options are settings, which come from the
+        environment where they are None; docs/settings.md lists them. `before_loading` is called with this object when
+        all but its weights is known, for calls of `check` and `text`, so that what is wrong with a prompt is said
+        without waiting for them. `progress` is called with the bytes loaded and all there are.
 
         Raises ModelError for a checkpoint that can't be used, or a table that is not the model's; NeverFits where
         memory does not suffice; SettingError for a setting that is malformed or would be ignored; Unsupported for a
@@ -91,18 +93,12 @@ class LLM:
         self._vocab, self._max_tokens = shape.vocab, shape.max_tokens
         if before_loading is not None:
             before_loading(self)
+        self.trunk = plan_weights(source, shape, self.device, self.dtype, load_format, weights, trunk)
         with ExitStack() as stack:
             if found is not None:
-                self.table = open_beside(found[0], shape, self.dtype, self.device, lazy_mode, table_options)
+                self.table = open_beside(found[0], self.trunk, lazy_mode, table_options)
                 stack.callback(self.table.close)
-            self.model = load_model(
-                source,
-                device=self.device,
-                dtype=self.dtype,
-                load_format=load_format,
-                layers=layers,
-                progress=progress,
-            )
+            self.model = load_model(self.trunk, progress=progress)
             if self.table is not None and found is not None:
                 rows = DeviceTable(self.table, self.device, self.dtype, timed=True)
                 stack.callback(rows.close)
@@ -195,10 +191,7 @@ class LLM:
 
     def summary(self) -> str:
         """One line: the model, where its weights are, its table and how that is read."""
-        size = sum(parameter.nbytes for parameter in self.model.parameters())
-        trunk = (
-            f"{self.architecture}, {format_bytes(size)} of {str(self.dtype).removeprefix('torch.')} on {self.device}"
-        )
+        trunk = f"{self.architecture}, {self.trunk} on {self.device}"
         ubatch = "auto" if self.ubatch is None else self.ubatch
         if self.table is None:
             return f"{trunk}; no table; ubatch {ubatch}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, TypedDict
@@ -12,7 +11,8 @@ import torch
 from lazyio import settings
 from lazyio.engine.feed import FirstRowBeyond
 from lazyio.engine.models import Model
-from lazyio.engine.weights.plan import shapes_of
+from lazyio.engine.weights.source import Source
+from lazyio.engine.weights.trunk import Trunk, plan_dummy, plan_trunk, stays_packed
 from lazyio.errors import ModelError, SettingError, Unsupported
 from lazyio.overlay import Overlay
 from lazyio.ple.rowids import RowIds, row_ids_of
@@ -76,22 +76,40 @@ def refuse_ignored(path: str, given: Mapping[str, object]) -> None:
             raise SettingError(f"{name} has no effect: the model of {path} has no table; leave it out")
 
 
-def open_beside(
-    spec: TableSpec, outline: Model, dtype: torch.dtype, device: torch.device, mode: str | None, options: TableOptions
-) -> LazyTable:
+def plan_weights(
+    source: Source,
+    model: Model,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: str,
+    weights: str | None,
+    trunk: str | None,
+) -> Trunk:
+    """How the weights of a model are held, by the settings `weights` and `trunk`, None where they are not given.
+
+    Raises SettingError for what would be ignored, and what `plan_trunk` and `plan_dummy` raise. What comes from the
+    environment is left alone where it has no effect.
+    """
+    held = settings.resolve("weights", weights)
+    if load_format != "dummy":
+        if trunk is not None:
+            raise SettingError(f"trunk is {trunk}, and only weights with load_format 'dummy' can be of any type")
+        return plan_trunk(source, model, device=device, dtype=dtype, weights=held)
+    stored = settings.resolve("trunk", trunk)
+    if stored is None and weights not in (None, "auto"):
+        raise SettingError(f"weights {weights} has no effect with load_format 'dummy' and no trunk: leave it out")
+    planned = plan_dummy(model, device=device, dtype=dtype, weights=held, trunk=stored)
+    if planned.packed_types:
+        stays_packed("packed", device)
+    return planned
+
+
+def open_beside(spec: TableSpec, trunk: Trunk, mode: str | None, options: TableOptions) -> LazyTable:
     """Open a table so that the trunk, which is loaded next, has room. Raises what `open_table` raises.
 
     A table in memory must leave free what the trunk will take where that is the same memory.
     """
-    if device.type == "cpu" and settings.applies("reserve", settings.resolve("lazy_mode", mode)):
+    if trunk.device.type == "cpu" and settings.applies("reserve", settings.resolve("lazy_mode", mode)):
         reserve: int = settings.resolve("reserve", options.get("reserve"))
-        options = {**options, "reserve": reserve + trunk_bytes(outline, dtype)}
+        options = {**options, "reserve": reserve + trunk.nbytes}
     return open_table(spec, mode=mode, **options)
-
-
-def trunk_bytes(outline: Model, dtype: torch.dtype) -> int:
-    """Bytes of a model's weights in a dtype."""
-    return sum(
-        math.prod(shape) * (4 if name in outline.float32 else dtype.itemsize)
-        for name, shape in shapes_of(outline).items()
-    )

@@ -47,7 +47,7 @@ def _prompt(request: Request) -> Prompt:
 
 def _settings(request: Request) -> dict[str, Any]:
     """The settings that were given as options, None for the others."""
-    names = ("lazy_mode", "lookahead", "ubatch", "row_cache", "direct_io")
+    names = ("lazy_mode", "lookahead", "ubatch", "row_cache", "direct_io", "weights", "trunk")
     return {name: getattr(request, name) for name in names} | {"strict": request.strict or None}
 
 

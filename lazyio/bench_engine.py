@@ -11,8 +11,20 @@ from rich.console import Console
 
 from lazyio.bench.options import check_writable
 from lazyio.bench.report import WIDTH
+from lazyio.model_options import (
+    Device,
+    DirectIO,
+    Dtype,
+    Layers,
+    LoadFormat,
+    RowCache,
+    Strict,
+    TablePath,
+    Trunk,
+    Weights,
+)
 
-_ROUNDS, _ROWS, _MODEL = "Rounds", "Rows", "Model"
+_ROUNDS, _TABLE = "Rounds", "Table"
 
 
 def bench_engine(
@@ -30,40 +42,24 @@ def bench_engine(
     cold: Annotated[bool, typer.Option("--cold", help="Nothing of the table in memory, proved. The default.")] = False,
     warm: Annotated[bool, typer.Option("--warm", help="After an untimed pass over the same prompt.")] = False,
     modes: Annotated[
-        str, typer.Option(help="Lazy modes, separated by commas; off is always among them.", rich_help_panel=_ROWS)
+        str, typer.Option(help="Lazy modes, separated by commas; off is always among them.", rich_help_panel=_TABLE)
     ] = "off,on-bare,on,on-direct,uring",
     lookahead: Annotated[
-        str, typer.Option(help="Ubatches that are read ahead, separated by commas.", rich_help_panel=_ROWS)
+        str, typer.Option(help="Ubatches that are read ahead, separated by commas.", rich_help_panel=_TABLE)
     ] = "0,2",
-    ubatch: Annotated[str | None, typer.Option(help="Most tokens of a ubatch, or auto.", rich_help_panel=_ROWS)] = None,
-    row_cache: Annotated[
-        str | None, typer.Option(help="Memory of the row cache in prompts.", rich_help_panel=_ROWS)
+    ubatch: Annotated[
+        str | None, typer.Option(help="Most tokens of a ubatch, or auto.", rich_help_panel=_TABLE)
     ] = None,
-    direct_io: Annotated[str | None, typer.Option(help="auto, on or off.", rich_help_panel=_ROWS)] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail instead of falling back.", rich_help_panel=_ROWS)
-    ] = False,
-    table: Annotated[
-        Path | None, typer.Option(help="Where the table lies, if not in the model.", rich_help_panel=_MODEL)
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda or cuda:N.", show_default="cuda if there", rich_help_panel=_MODEL),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16.",
-            show_default="float32 on cpu, the checkpoint's own on cuda",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    load_format: Annotated[
-        str, typer.Option(help="auto, or dummy for random weights.", rich_help_panel=_MODEL)
-    ] = "auto",
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="dummy: the first so many layers.", rich_help_panel=_MODEL)
-    ] = None,
+    row_cache: RowCache = None,
+    direct_io: DirectIO = None,
+    strict: Strict = False,
+    table: TablePath = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_format: LoadFormat = "auto",
+    layers: Layers = None,
+    weights: Weights = None,
+    trunk: Trunk = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each arm runs.", rich_help_panel=_ROUNDS)] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Of random orders and tokens.", rich_help_panel=_ROUNDS)] = 0,
     json: Annotated[Path | None, typer.Option(help="Write all results to this file.", rich_help_panel=_ROUNDS)] = None,
@@ -81,6 +77,8 @@ def bench_engine(
             "dtype": dtype,
             "load_format": load_format,
             "layers": layers,
+            "weights": weights,
+            "trunk": trunk,
             "ubatch": ubatch,
             "lazy_mode": "on-bare",  # opens at once, and is closed before anything is measured
         },

@@ -9,8 +9,20 @@ from typing import Annotated
 import typer
 
 from lazyio.errors import SettingError
+from lazyio.model_options import (
+    Device,
+    DirectIO,
+    Dtype,
+    Layers,
+    LoadFormat,
+    RowCache,
+    Strict,
+    TablePath,
+    Trunk,
+    Weights,
+)
 
-_PROMPT, _REPLY, _TABLE, _MODEL = "Prompt", "Reply", "Table", "Model"
+_PROMPT, _REPLY, _TABLE = "Prompt", "Reply", "Table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,8 @@ class Request:
     dtype: str | None = None
     load_format: str = "auto"
     layers: int | None = None
+    weights: str | None = None
+    trunk: str | None = None
     json: bool = False
 
     def check(self) -> None:
@@ -101,34 +115,16 @@ def run(
             rich_help_panel=_TABLE,
         ),
     ] = None,
-    row_cache: Annotated[
-        str | None, typer.Option(help="Memory for rows that were read, such as 256MiB.", rich_help_panel=_TABLE)
-    ] = None,
-    direct_io: Annotated[str | None, typer.Option(help="auto, on or off.", rich_help_panel=_TABLE)] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(help="Where the table lies, if not in the same checkpoint.", rich_help_panel=_TABLE),
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Fail instead of falling back.", rich_help_panel=_TABLE)
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cuda if there", rich_help_panel=_MODEL)
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16.",
-            show_default="float32 on cpu, the checkpoint's own on cuda",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    load_format: Annotated[
-        str, typer.Option(help="auto, or dummy for random weights.", rich_help_panel=_MODEL)
-    ] = "auto",
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Of dummy weights, the first so many layers.", rich_help_panel=_MODEL)
-    ] = None,
+    row_cache: RowCache = None,
+    direct_io: DirectIO = None,
+    table: TablePath = None,
+    strict: Strict = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_format: LoadFormat = "auto",
+    layers: Layers = None,
+    weights: Weights = None,
+    trunk: Trunk = None,
     json: Annotated[bool, typer.Option("--json", help="Print the reply and all counts as JSON, at the end.")] = False,
 ) -> None:
     """Generate a reply: it goes to stdout, all else to stderr, the last line being what it took."""

@@ -21,6 +21,7 @@ from lazyio.units import format_bytes, parse_bytes
 
 __all__ = [
     "SETTINGS",
+    "TRUNK_TYPES",
     "Setting",
     "applies",
     "check",
@@ -32,6 +33,9 @@ __all__ = [
 ]
 
 _PREFIX = "LAZYIO_"
+
+#: What matrices of random weights can be stored as: what can be multiplied by, as it is or packed.
+TRUNK_TYPES = ("BF16", "F8_E4M3", "IQ4_NL", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
 
 # A mode may also be the name of a fetcher, and then has the settings of the first mode that stands for it.
 _MODE_OF_FETCHER = {fetcher: mode for mode, fetcher in reversed(FETCHERS.items())}
@@ -129,6 +133,13 @@ def _ubatch() -> Form:
         return None if text.lower() == "auto" else count.parse(text)
 
     return Form(f"auto; {count.accepts}", parse, lambda tokens: "auto" if tokens is None else str(tokens))
+
+
+def _trunk() -> Form:
+    def parse(text: str) -> str | None:
+        return None if text.lower() == "auto" else TRUNK_TYPES[TRUNK_TYPES.index(text.upper())]
+
+    return Form(f"auto, {', '.join(TRUNK_TYPES[:-1])} or {TRUNK_TYPES[-1]}", parse, lambda stored: stored or "auto")
 
 
 def _block() -> Form:
@@ -232,6 +243,19 @@ SETTINGS: dict[str, Setting] = {
             2048,
             "Of the engine: tokens of a prompt that are computed together. auto: cuts planned from what reading and "
             "computing took when the model was loaded, so that they may vary from run to run.",
+        ),
+        Setting(
+            "weights",
+            _choice("auto", "packed", "dequantised"),
+            "auto",
+            "Of the engine: whether quantised weights stay packed on the device. auto: yes on a GPU that kernels for "
+            "them can run on, no on the CPU.",
+        ),
+        Setting(
+            "trunk",
+            _trunk(),
+            None,
+            "Of the engine: the type of random matrices (load format dummy). auto: values of the model's dtype.",
         ),
         Setting(
             "strict", _switch(), False, "Fail where something that was asked for can't be had, instead of falling back."

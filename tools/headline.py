@@ -27,6 +27,7 @@ from rich.console import Console
 # In a checkout that is not installed, the package lies beside this folder; one that is installed comes first.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from lazyio import settings
 from lazyio.bench.headline.report import report
 from lazyio.bench.headline.room import check_ids, fitting_layers, plan_of, table_bytes_of
 from lazyio.bench.headline.steps import STEP_ROUNDS, make, measure
@@ -61,6 +62,9 @@ def headline(
     ] = None,
     size: Annotated[Size, typer.Option(envvar="SIZE", help="Of the model.")] = Size.true,
     stored: Annotated[str, typer.Option("--type", envvar="TYPE", help="Of the table's rows.")] = "F8_E4M3",
+    trunk: Annotated[
+        str | None, typer.Option(envvar="TRUNK", help="Of the weights.", show_default="values, as the model has them")
+    ] = None,
     rows: Annotated[
         int | None, typer.Option(envvar="ROWS", min=1, help="Of the table.", show_default="16 GiB of them, if true")
     ] = None,
@@ -95,7 +99,8 @@ def headline(
             model = folder.resolve() / f"{ARCHITECTURE}-{size}-{stored}-{rows}"
             work = Work(_MAKER, model, results or folder / "results", lengths, steps, step_s, budget_s, ends, lock)
             named = None if ids is None else str(ids.resolve())
-            subject = Subject(size.value, stored, rows, layers, _device(device), modes, lookahead, named)
+            where = _device(device)
+            subject = Subject(size.value, stored, rows, layers, where, modes, lookahead, named, _trunk(trunk))
             status = _go_on(work, subject)
     except (RunFailed, RunsDifferError) as error:
         _say(f"error: {error}")
@@ -166,6 +171,12 @@ def _rows(asked: int | None, size: str, stored: str) -> int:
     if asked is not None or size == Size.tiny:
         return asked or _TINY_ROWS
     return math.ceil(_TABLE_BYTES / TYPES[stored].row_bytes(_ROW_VALUES) / _MILLION) * _MILLION
+
+
+def _trunk(asked: str | None) -> str | None:
+    """A type of weights. Raises SettingError for one that they can't have."""
+    trunk: str | None = settings.resolve("trunk", asked)
+    return trunk
 
 
 def _device(asked: str | None) -> str:

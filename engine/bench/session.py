@@ -127,12 +127,11 @@ def tokens_of(path: Path | None, count: int, vocab: int, seed: int) -> tuple[lis
 
 def _subject(llm: LLM, source: str) -> str:
     assert llm.table is not None
-    model, spec = llm.model, llm.table.spec
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    spec = llm.table.spec
     return (
-        f"Model: {llm.path}, {llm.architecture}, {format_bytes(weights)} of weights in "
-        f"{str(model.dtype).removeprefix('torch.')} on {_device_name(llm)}. Table: {spec.path}, {spec.rows:,} rows of "
-        f"{spec.row_bytes:,} bytes ({spec.dtype}), {format_bytes(spec.table_bytes)}. Tokens: {source}."
+        f"Model: {llm.path}, {llm.architecture}, weights of {llm.trunk} on {_device_name(llm)}. Table: {spec.path}, "
+        f"{spec.rows:,} rows of {spec.row_bytes:,} bytes ({spec.dtype}), {format_bytes(spec.table_bytes)}. Tokens: "
+        f"{source}."
     )
 
 

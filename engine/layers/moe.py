@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.mlp import SiluMlp
+from lazyio.engine.layers.packed import Weight, times
 
 #: Of rows sorted by expert: where those of each expert end, int32 [experts] on the device, or how many each has.
 Groups = torch.Tensor | list[int]
@@ -33,7 +34,7 @@ class SparseMoe(nn.Module):
     ) -> None:
         """Without `normalise`, w_e = p_e."""
         super().__init__()
-        self.gate = Linear(hidden, experts)
+        self.gate = Linear(hidden, experts, packs=False)  # decides which experts are taken, and is small
         self.experts = Experts(hidden, experts, width)
         self.shared_expert = SiluMlp(hidden, shared_width)
         self.shared_expert_gate = Linear(hidden, 1)
@@ -51,7 +52,11 @@ class SparseMoe(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' weights, gate and up projection joined."""
+    """The experts' weights, gate and up projection joined. `packs` are the names of those that may be held packed."""
+
+    gate_up_proj: Weight
+    down_proj: Weight
+    packs = ("gate_up_proj", "down_proj")
 
     def __init__(self, hidden: int, experts: int, width: int) -> None:
         super().__init__()
@@ -75,24 +80,27 @@ class Experts(nn.Module):
 
     def _groups(self, expert: torch.Tensor, x: torch.Tensor) -> Groups:
         """Of the experts of all tokens and slots, sorted."""
-        each = torch.arange(len(self.down_proj), device=expert.device)
+        each = torch.arange(self.down_proj.shape[0], device=expert.device)
         ends = torch.searchsorted(expert, each, right=True, out_int32=True)
         if _grouped(x, self.down_proj):
             return ends
         return [end - start for start, end in pairwise([0, *ends.tolist()])]
 
 
-def _grouped(x: torch.Tensor, down_proj: torch.Tensor) -> bool:
+def _grouped(x: torch.Tensor, down_proj: Weight) -> bool:
     """Whether one launch can do all experts: then the host need not know how many tokens each has."""
+    if not isinstance(down_proj, torch.Tensor):
+        return False
     experts, hidden, width = down_proj.shape
     aligned = hidden % 8 == width % 8 == 0  # rows begin at multiples of 16 bytes
     fits = aligned and experts < _MOST_GROUPS
     return fits and x.is_cuda and x.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm")
 
 
-def _by_expert(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _by_expert(x: torch.Tensor, weight: Weight, groups: Groups) -> torch.Tensor:
     """x W_e^T for the rows of each expert e: [rows, outputs] of x [rows, inputs], weight [experts, outputs, inputs]."""
     if isinstance(groups, torch.Tensor):
+        assert isinstance(weight, torch.Tensor)
         return functional.grouped_mm(x, weight.transpose(1, 2), offs=groups)
     parts = enumerate(torch.split(x, groups))
-    return torch.cat([functional.linear(rows, weight[expert]) for expert, rows in parts if len(rows)])
+    return torch.cat([times(rows, weight[expert]) for expert, rows in parts if len(rows)])

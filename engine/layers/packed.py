@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from lazyio.kernels.contract import usable
@@ -36,12 +35,14 @@ def times(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 def rows_of(weight: PackedWeight, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rows of a weight [outputs, inputs] that are asked for, int64 [n]: values, [n, inputs]."""
-    planes = [plane[rows] for plane in weight.planes]
-    block = weight.block
-    if block is not None:
-        planes[1] = weight.planes[1][rows // block[0]]
-        block = (1, block[1])
+    block = None if weight.block is None else (1, weight.block[1])
+    each = [1 if weight.block is None or place == 0 else weight.block[0] for place in range(len(weight.planes))]
+    planes = [plane[rows // size if size > 1 else rows] for plane, size in zip(weight.planes, each, strict=True)]
     taken = replace(weight, shape=(len(rows), weight.shape[1]), planes=tuple(planes), block=block)
+    if usable(rows.device):
+        from lazyio.kernels.packed_matmul import dequantise
+
+        return dequantise(taken, dtype)
     return reference_dequantise(taken).to(dtype)
 
 
@@ -57,9 +58,3 @@ def cut(weight: PackedWeight, box: Sequence[slice]) -> PackedWeight:
         rows = slice(start // weight.block[0], math.ceil(stop / weight.block[0]))
         planes[1] = weight.planes[1][(*box[:-1], rows)]
     return replace(weight, shape=shape + weight.shape[len(box) :], planes=tuple(planes))
-
-
-def hold(module: nn.Module, name: str, weight: PackedWeight) -> None:
-    """Put a packed weight in the place of a module's parameter."""
-    delattr(module, name)
-    setattr(module, name, weight)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lazyio.engine.models import Model
-from lazyio.engine.weights.plan import shapes_of
+from lazyio.engine.weights.trunk import Trunk
 from lazyio.errors import ModelError, SettingError
+from lazyio.kernels.packed import random
 
 _NORM_SPREAD = 0.1
 _CONV_STD = 0.2
@@ -25,17 +25,24 @@ _RATES = (1.0, 16.0)
 _STEPS = (1e-3, 1e-1)
 
 
-def fill_dummy(model: Model, seed: int) -> None:
-    """Give every parameter random values, made on its device.
+def fill_dummy(trunk: Trunk, seed: int) -> None:
+    """Give a model random weights in the forms of `trunk`, made on its device.
 
-    Those of a parameter depend on the seed, its name, shape and dtype, and the type of the device.
+    Those of a parameter depend on the seed, its name, shape and form, and the type of the device.
     """
-    generator = torch.Generator(model.device)
-    with torch.no_grad():
-        for name in shapes_of(model):
-            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            module, _, last = name.rpartition(".")
-            draw(model.get_submodule(module), last, model.get_parameter(name), generator)
+    generator = torch.Generator(trunk.device)
+    for name, form in trunk.forms.items():
+        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        if form.packed is not None:
+            std = matrix_std(form.shape)
+            trunk.put(name, random(form.packed, form.shape, trunk.device, generator, std, form.block))
+            continue
+        weight = form.empty(trunk.device)
+        assert isinstance(weight, torch.Tensor)
+        module, _, last = name.rpartition(".")
+        with torch.no_grad():
+            draw(trunk.model.get_submodule(module), last, weight, generator)
+        trunk.put(name, weight)
 
 
 def draw(module: nn.Module, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
@@ -52,7 +59,12 @@ def draw(module: nn.Module, name: str, parameter: torch.Tensor, generator: torch
     elif parameter.ndim == 3 and parameter.shape[1] == 1:
         parameter.normal_(0.0, _CONV_STD, generator=generator)
     else:
-        parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+        parameter.normal_(0.0, matrix_std(parameter.shape), generator=generator)
+
+
+def matrix_std(shape: Sequence[int]) -> float:
+    """The standard deviation of values with which a matrix keeps the size of what it multiplies."""
+    return 1 / math.sqrt(shape[-1])
 
 
 def _log_uniform(parameter: torch.Tensor, least: float, most: float, generator: torch.Generator) -> None:

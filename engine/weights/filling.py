@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from lazyio.engine.layers.packed import cut
 from lazyio.engine.weights.fp8 import FP8_TYPES, read_scale, scaled
 from lazyio.engine.weights.reading import LANDING_BYTES, FileOnce, Landing
 from lazyio.engine.weights.source import Part
+from lazyio.kernels.packed import PackedWeight, check_finite, pack_into
 from lazyio.ple.codec import decode
 from lazyio.ple.dtypes import TYPES
 
@@ -34,6 +36,29 @@ def fill(parameter: torch.Tensor, part: Part, file: FileOnce, landing: Landing) 
     values = torch.empty(shape, dtype=torch.float32, device=parameter.device)
     _fill_whole(values, part, file, landing)
     target.copy_(part.change(values))
+
+
+def fill_packed(weight: PackedWeight, part: Part, file: FileOnce, landing: Landing) -> None:
+    """Read a part from its file and put its rows, packed as they are, in their place in the weight.
+
+    Raises ModelError where a scale is no finite number.
+    """
+    own, stored = cut(weight, part.into), part.stored
+    row_bytes = TYPES[weight.stored].row_bytes(weight.shape[-1])
+    # Regrouping takes a few times what is regrouped.
+    for box, first in _boxes(own.shape[:-1], max(1, landing.piece_bytes // 4 // row_bytes)):
+        sizes = [one.stop - one.start for one in box]
+        with landing.piece(row_bytes * math.prod(sizes)) as piece:
+            file.read_into(piece, stored.offset + row_bytes * first)
+            pack_into(cut(own, box), piece.view(*sizes, row_bytes).to(weight.device, non_blocking=True))
+    if part.scale is not None:
+        own.planes[1].copy_(read_scale(stored, part.scale, weight.device).view(own.planes[1].shape))
+    check_finite(own, f"{stored.path}: {stored.name}")
+    if part.tiles is not None:
+        for plane in own.planes:
+            tiles = part.tiles if part.tiles.dim == 0 else part.tiles.of_elements(own.shape[-1] // plane.shape[-1])
+            assert tiles is not None
+            plane.copy_(tiles.undo(plane))
 
 
 def passing_bytes(parts: Iterable[Part]) -> int:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
-from torch import nn
 
 from lazyio.engine.models import Model, model_class
 from lazyio.engine.weights.dummy import fill_dummy, first_layers
-from lazyio.engine.weights.filling import fill, passing_bytes
+from lazyio.engine.weights.filling import fill, fill_packed, passing_bytes
 from lazyio.engine.weights.folder import FolderSource
 from lazyio.engine.weights.gguf import GgufSource
 from lazyio.engine.weights.memory import check_memory
-from lazyio.engine.weights.plan import Step, plan, shapes_of
+from lazyio.engine.weights.plan import Step
 from lazyio.engine.weights.reading import FileOnce, Landing, identity_of
 from lazyio.engine.weights.source import Source
-from lazyio.errors import ModelError, SettingError, Unsupported
+from lazyio.engine.weights.trunk import Trunk, check_device
+from lazyio.errors import ModelError, SettingError
+from lazyio.kernels.packed import PackedWeight
 
 #: Ways to come by weights: from the checkpoint, or random ones of the same shape.
 LOAD_FORMATS = ("auto", "dummy")
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Progress = Callable[[int, int], None]
 
@@ -60,51 +58,36 @@ def load_model(trunk: Trunk, *, progress: Progress | None = None, seed: int = 0)
     Weights that are read do not stay in the page cache; the table is not loaded. Random ones are the same for a `seed`
     on every device of one type. `progress` is called with bytes read so far and bytes to read in all.
 
-    Raises NeverFits where memory is too little, before anything is loaded; ModelError where files are damaged or change
+    Raises Unsupported for a device that is not there, NeverFits where memory is too little, before anything is loaded;
+    ModelError where files are damaged or change
     meanwhile, or where a scale of packed weights is no finite number.
     """
-    model = trunk.model
-    passing = passing_bytes(step.part for step in trunk.steps) if trunk.steps else 0
-    check_memory(trunk, passing)
-    _materialise(trunk)
+    check_device(trunk.device)
+    check_memory(trunk, passing_bytes(step.part for step in trunk.steps) if trunk.steps else 0)
     if trunk.steps is None:
-        fill_dummy(model, trunk.forms, seed)
+        fill_dummy(trunk, seed)
     else:
-        _stream(model, trunk.steps, progress)
-    return model.eval()
+        for name, form in trunk.forms.items():
+            trunk.put(name, form.empty(trunk.device))
+        _stream(trunk, trunk.steps, progress)
+    for name, other in trunk.model.tied.items():
+        trunk.put(name, trunk.weight(other))
+    return trunk.model.eval()
 
 
-def _materialise(trunk: Trunk) -> None:
-    """Give all parameters memory, but for those of random packed weights, which are made whole."""
-    model = trunk.model
-    for name, form in trunk.forms.items():
-        if form.packed is None:
-            values = torch.empty(form.shape, dtype=form.dtype, device=trunk.device)
-            _put(model, name, nn.Parameter(values, requires_grad=False))
-        else:
-            put_packed(model, name, empty(form.packed, form.shape, trunk.device, form.block), form.dtype)
-    for name, other in model.tied.items():
-        weight = weight_of(model, other)
-        if isinstance(weight, nn.Parameter):
-            _put(model, name, weight)
-        else:
-            put_packed(model, name, weight, trunk.dtype)
-
-
-def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    module, _, last = name.rpartition(".")
-    setattr(model.get_submodule(module), last, parameter)
-
-
-def _stream(model: Model, steps: Sequence[Step], progress: Progress | None) -> None:
+def _stream(trunk: Trunk, steps: Sequence[Step], progress: Progress | None) -> None:
     """Read every step's tensor once, in order."""
     everything, done = sum(step.size_bytes for step in steps), 0
     identities = {path: identity_of(path) for path in dict.fromkeys(step.part.stored.path for step in steps)}
-    with Landing(model.device) as landing:
+    with Landing(trunk.device) as landing:
         for path, of_file in groupby(steps, lambda step: step.part.stored.path):
             with FileOnce(path, identities[path]) as file:
                 for step in of_file:
-                    fill(model.get_parameter(step.parameter), step.part, file, landing)
+                    weight = trunk.weight(step.parameter)
+                    if isinstance(weight, PackedWeight):
+                        fill_packed(weight, step.part, file, landing)
+                    else:
+                        fill(weight, step.part, file, landing)
                     done += step.size_bytes
                     if progress is not None:
                         progress(done, everything)

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from lazyio.engine.weights.trunk import Trunk
 from lazyio.errors import NeverFits
 from lazyio.host import available_memory_bytes
+from lazyio.kernels.packed import PACKED_TYPES
 from lazyio.units import format_bytes
 
 
-def check_memory(weights_bytes: int, passing_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise NeverFits if weights, and what loading them takes for a while, are more than the device or host has left.
+def check_memory(trunk: Trunk, passing_bytes: int) -> None:
+    """Raise NeverFits if weights, and what using and loading them takes, are more than the device or host has left.
 
-    `passing_bytes` is what loading takes on either beside the weights. `dtype` is that of the weights, for the message.
+    `passing_bytes` is what loading takes on either for a while.
     """
+    device = trunk.device
     if device.type == "cuda":
-        _check(weights_bytes, passing_bytes, left_on(device), f"device {device}", dtype, "another device")
-        _check(0, passing_bytes, available_memory_bytes(), "the host", dtype, "a host with more memory")
+        _check(trunk, passing_bytes, left_on(device), f"device {device}", "another device")
+        _check_host(passing_bytes, available_memory_bytes())
     else:
-        _check(weights_bytes, passing_bytes, available_memory_bytes(), "the host", dtype, "a host with more memory")
+        _check(trunk, passing_bytes, available_memory_bytes(), "the host", "a host with more memory")
 
 
-def _check(weights: int, passing: int, left: int, where: str, dtype: torch.dtype, instead: str) -> None:
-    if weights + passing <= left:
+def _check(trunk: Trunk, passing: int, left: int, where: str, instead: str) -> None:
+    needed = trunk.nbytes + passing
+    if needed <= left:
         return
-    name = str(dtype).removeprefix("torch.")
-    smaller = "dtype bfloat16, which takes half" if dtype.itemsize > 2 and weights else ""
+    scratch = f"{format_bytes(trunk.scratch_bytes)} to expand the largest matrix, " if trunk.scratch_bytes else ""
     raise NeverFits(
-        f"the model needs {format_bytes(weights + passing)} on {where} ({format_bytes(weights)} for weights as {name}, "
+        f"the model needs {format_bytes(needed)} on {where} (for weights {trunk}, {scratch}"
         f"{format_bytes(passing)} while they are loaded), which has {format_bytes(left)} left; free some of it, or use "
-        f"{', or '.join(filter(None, (smaller, instead)))}"
+        f"{', or '.join([*_smaller(trunk), instead])}"
     )
+
+
+def _smaller(trunk: Trunk) -> Iterator[str]:
+    """Settings and files that would take less."""
+    if trunk.note:
+        yield "weights packed"
+    if any(form.why for form in trunk.forms.values()):
+        yield f"a file of types that need not be expanded: {', '.join(sorted(PACKED_TYPES))}"
+    if trunk.dtype.itemsize > 2:
+        yield "dtype bfloat16"
+
+
+def _check_host(passing: int, left: int) -> None:
+    if passing > left:
+        raise NeverFits(
+            f"loading the model takes {format_bytes(passing)} on the host for a while, which has {format_bytes(left)} "
+            "left; free some of it, or use a host with more memory"
+        )
 
 
 def left_on(device: torch.device) -> int:

@@ -11,14 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from lazyio.engine.layers.linear import Embedding
+from lazyio.engine.layers.packed import Weight
 from lazyio.engine.models import Model
 from lazyio.engine.weights.fp8 import FP8_TYPES
 from lazyio.engine.weights.plan import Step, plan, shapes_of
 from lazyio.engine.weights.source import Part, Source
 from lazyio.errors import SettingError, Unsupported
 from lazyio.kernels.contract import has_triton, usable
-from lazyio.kernels.packed import PACKED_TYPES, plane_shapes
+from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, empty, plane_shapes
 from lazyio.ple.dtypes import TYPES
 from lazyio.units import format_bytes
 
@@ -48,6 +51,12 @@ class Form:
         if self.packed is None:
             return math.prod(self.shape) * self.dtype.itemsize
         return sum(math.prod(size) * kind.itemsize for size, kind in plane_shapes(self.packed, self.shape, self.block))
+
+    def empty(self, device: torch.device) -> Weight:
+        """Memory for it."""
+        if self.packed is not None:
+            return empty(self.packed, self.shape, device, self.block)
+        return nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device=device), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,22 @@ class Trunk:
         """The stored types that weights are kept in."""
         return sorted({form.packed for form in self.forms.values() if form.packed})
 
+    def weight(self, parameter: str) -> Weight:
+        """What the model holds by the name of a parameter."""
+        module, _, last = parameter.rpartition(".")
+        weight: Weight = getattr(self.model.get_submodule(module), last)
+        return weight
+
+    def put(self, parameter: str, weight: Weight) -> None:
+        """Have the model hold a weight by the name of a parameter."""
+        path, _, last = parameter.rpartition(".")
+        module = self.model.get_submodule(path)
+        if isinstance(weight, PackedWeight):
+            delattr(module, last)  # nothing else takes the place of a parameter
+        if isinstance(module, Embedding):
+            module.packed_dtype = self.dtype
+        setattr(module, last, weight)
+
     def __str__(self) -> str:
         """Bytes by what they are of, for people: one line."""
         values = str(self.dtype).removeprefix("torch.")
@@ -120,18 +145,19 @@ def plan_trunk(
     Raises ModelError where the checkpoint does not hold the model, Unsupported where `weights` is packed and the device
     can't multiply by packed weights, SettingError for a dtype that can't be.
     """
-    _check(device, dtype)
+    check_device(device)
+    _check(dtype)
     steps = plan(source, model)
     of_parameters: dict[str, list[Part]] = {}
     for step in steps:
         of_parameters.setdefault(step.parameter, []).append(step.part)
-    stays, reason = _stays_packed(weights, device)
+    stays, reason = stays_packed(weights, device)
     may = _packable(model)
     forms, note = {}, ""
     for name, shape in shapes_of(model).items():
         parts = of_parameters[name]
         form = _form(shape, parts, model.dtype_of(name, dtype), may=name in may)
-        if form.packed and not stays:
+        if not stays and (form.packed or form.why):
             form, note = Form(shape, form.dtype), reason
         forms[name] = form
     return Trunk(model, device, dtype, forms, steps, note)
@@ -140,20 +166,17 @@ def plan_trunk(
 def plan_dummy(
     model: Model, *, device: torch.device, dtype: torch.dtype, weights: str = "auto", trunk: str | None = None
 ) -> Trunk:
-    """How random weights are held: matrices as the type `trunk`, all in `dtype` without one.
+    """How random weights are held: matrices as the type `trunk`, all in `dtype` without one. The device is not asked.
 
-    Raises Unsupported where the device can't multiply by weights of that type, SettingError for settings that
-    contradict each other.
+    Raises SettingError for settings that contradict each other.
     """
-    _check(device, dtype)
+    _check(dtype)
     if trunk is not None and _DTYPES.get(trunk, dtype) != dtype:
         raise SettingError(f"trunk is {trunk}, and dtype is {_name(dtype)}: leave one of them out")
     if trunk in _DTYPES:
         trunk = None
     if trunk is not None and weights == "dequantised":
         raise SettingError(f"trunk is {trunk}, and weights is dequantised: leave one of them out")
-    if trunk is not None:
-        _stays_packed("packed", device)
     may = _packable(model)
     forms = {}
     for name, shape in shapes_of(model).items():
@@ -163,18 +186,22 @@ def plan_dummy(
     return Trunk(model, device, dtype, forms, None)
 
 
-def _check(device: torch.device, dtype: torch.dtype) -> None:
-    if dtype not in _DTYPES.values():
-        raise SettingError(f"dtype is {dtype}; it can be {', '.join(map(str, _DTYPES.values()))}")
+def check_device(device: torch.device) -> None:
+    """Raise Unsupported for a device that is not there."""
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise Unsupported(f"device is {device}, and torch finds {torch.cuda.device_count()} CUDA devices here; use cpu")
+
+
+def _check(dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES.values():
+        raise SettingError(f"dtype is {dtype}; it can be {', '.join(map(str, _DTYPES.values()))}")
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _stays_packed(weights: str, device: torch.device) -> tuple[bool, str]:
+def stays_packed(weights: str, device: torch.device) -> tuple[bool, str]:
     """Whether what can stay packed does, and why not. Raises Unsupported where it was asked for and can't be."""
     if weights == "dequantised":
         return False, "as asked"
@@ -194,9 +221,7 @@ def _stays_packed(weights: str, device: torch.device) -> tuple[bool, str]:
 
 def _packable(model: Model) -> set[str]:
     """Parameters that may be held packed."""
-    return {
-        f"{place}.{name}" for place, module in model.named_modules() for name in getattr(module, "packs", ())
-    }
+    return {f"{place}.{name}" for place, module in model.named_modules() for name in getattr(module, "packs", ())}
 
 
 def _whole_blocks(stored: str, inputs: int) -> str | None:
@@ -212,7 +237,7 @@ def _form(shape: tuple[int, ...], parts: Sequence[Part], dtype: torch.dtype, *, 
     if all(TYPES[kind].block_values == 1 and kind not in FP8_TYPES for kind in stored):
         return Form(shape, dtype)
     block = _common_block(shape, parts)
-    why = "" if may else "matrices that are needed as values"
+    why = "" if may else "a router, or few rows"
     why = why or _why_not(shape, parts, block)
     if why:
         stored_bytes = sum(part.stored.size_bytes or 0 for part in parts)

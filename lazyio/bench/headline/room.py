@@ -59,8 +59,8 @@ def fitting_layers(plan: Plan, subject: Subject, tokens: int, lock: int) -> int:
     room = _free_bytes(device, lock) - (table_bytes if device == "cpu" else 0)
     if subject.layers is None:
         room = int(_SHARE * room)
-    layers = subject.layers or _most_layers(plan, room, device, tokens)
-    needed = _needed_bytes(plan, layers, device, tokens)
+    layers = subject.layers or _most_layers(plan, room, subject, tokens)
+    needed = _needed_bytes(plan, layers, subject, tokens)
     if needed > room:
         raise NeverFits(
             f"{layers} layers and the state of {tokens:,} tokens take {format_bytes(needed)}, and {format_bytes(room)} "
@@ -95,24 +95,24 @@ def _free_bytes(device: str, lock: int) -> int:
     return int(ask([sys.executable, "-c", _FREE, device], {}, _FREE_S, lock).document["free"])
 
 
-def _most_layers(plan: Plan, room: int, device: str, tokens: int) -> int:
+def _most_layers(plan: Plan, room: int, subject: Subject, tokens: int) -> int:
     """The most layers that there is room for, or the least that a model with a table can have."""
     least: int = max(plan.config["ple_layer_ids"])
     more = range(least + 1, plan.config["num_hidden_layers"] + 1)
-    return least + bisect_right(more, room, key=lambda layers: _needed_bytes(plan, layers, device, tokens))
+    return least + bisect_right(more, room, key=lambda layers: _needed_bytes(plan, layers, subject, tokens))
 
 
-def _needed_bytes(plan: Plan, layers: int, device: str, tokens: int) -> int:
+def _needed_bytes(plan: Plan, layers: int, subject: Subject, tokens: int) -> int:
     """What the weights of so many layers and the state of a prompt take."""
     import torch
 
     from lazyio.engine.models import model_class
-    from lazyio.engine.opening import trunk_bytes
     from lazyio.engine.place import dtype_of
     from lazyio.engine.weights.dummy import first_layers
+    from lazyio.engine.weights.trunk import plan_dummy
 
-    dtype = dtype_of(None, plan.config, torch.device(device))
+    dtype = dtype_of(None, plan.config, torch.device(subject.device))
     with torch.device("meta"):
         model = model_class(plan.config["model_type"]).from_config(first_layers(plan.config, layers)).to(dtype)
-    weights: int = trunk_bytes(model, dtype)
-    return weights + int(model.new_state(tokens, torch.device("meta")).nbytes)
+    weights = plan_dummy(model, device=torch.device(subject.device), dtype=dtype, trunk=subject.trunk)
+    return weights.nbytes + int(model.new_state(tokens, torch.device("meta")).nbytes)

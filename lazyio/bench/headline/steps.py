@@ -65,6 +65,7 @@ def _step(work: Work, subject: Subject, tokens: int, step: int) -> bool:
     command += ["--layers", str(subject.layers), "--device", subject.device, "--prompts", str(tokens), "--decode", "0"]
     command += ["--modes", subject.modes, "--lookahead", subject.lookahead, "--rounds", str(STEP_ROUNDS), "--cold"]
     command += ["--strict", "--json", OUT_FILE, *(["--ids", subject.ids] if subject.ids else [])]
+    command += ["--trunk", subject.trunk] if subject.trunk else []
     started = time.monotonic()
     limit_s = min(work.step_s, work.left_s)
     if limit_s <= 0:

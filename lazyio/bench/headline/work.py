@@ -34,6 +34,7 @@ class Subject:
     modes: str
     lookahead: str
     ids: str | None
+    trunk: str | None = None  # the type of the weights; None: values, as the configuration says
 
     def as_json(self) -> dict[str, Any]:
         """With the settings that the environment has, which commands take from there."""

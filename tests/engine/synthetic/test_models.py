@@ -16,7 +16,8 @@ from lazyio.engine.synthetic.configs import ARCHITECTURES
 from lazyio.engine.synthetic.rows import SCALE
 from lazyio.engine.text.text import open_text
 from lazyio.engine.ubatch import Ubatch
-from lazyio.engine.weights.load import load_model, open_source
+from lazyio.engine.weights.load import load_model, open_source, outline
+from lazyio.engine.weights.trunk import plan_dummy, plan_trunk
 from lazyio.errors import ModelError, NeverFits, SettingError
 from lazyio.ple.codec import decode
 from lazyio.ple.gguf import open_gguf
@@ -42,7 +43,8 @@ def rows_of(path: Path, ids: list[int]) -> torch.Tensor:
 
 
 def logits_of(path: Path, ids: list[int], zeroed: bool = False) -> torch.Tensor:
-    model = load_model(open_source(path), device=CPU, dtype=torch.float32)
+    source = open_source(path)
+    model = load_model(plan_trunk(source, outline(source), device=CPU, dtype=torch.float32))
     rows = None
     if model.row_values:
         values = rows_of(path, ids)
@@ -132,12 +134,12 @@ def test_without_a_trunk_there_is_what_random_weights_need(architecture: str, tm
     plan = plan_model(architecture)
     paths = write_folder(plan, tmp_path / "m", with_trunk=False)
     source = open_source(tmp_path / "m")
-    model = load_model(source, device=CPU, dtype=torch.float32, load_format="dummy")
+    model = load_model(plan_dummy(outline(source, "dummy"), device=CPU, dtype=torch.float32))
     assert dict(model.named_parameters()).keys() >= plan.shapes.keys()
     assert open_text(tmp_path / "m").has_template
     assert any(path.suffix == ".safetensors" for path in paths) == (plan.table is not None)
     with pytest.raises(ModelError):
-        load_model(source, device=CPU, dtype=torch.float32)
+        plan_trunk(source, outline(source), device=CPU, dtype=torch.float32)
 
 
 def test_keys_of_gguf_have_the_types_that_others_read(tmp_path: Path):

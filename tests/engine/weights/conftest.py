@@ -19,6 +19,8 @@ TABLE = "model.layers.1.ple.ple_embedding.ngram_embedding"
 
 
 class Experts(nn.Module):
+    packs = ("gate_up_proj", "down_proj")
+
     def __init__(self) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 2 * WIDE, HIDDEN))

@@ -4,14 +4,14 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lazyio.engine.models import Model
 from lazyio.engine.weights.dummy import first_layers
-from lazyio.engine.weights.load import load_model, open_source
+from lazyio.engine.weights.load import load_model, open_source, outline
+from lazyio.engine.weights.trunk import plan_dummy
 from lazyio.errors import ModelError, SettingError
 
 Write = Callable[..., Path]
@@ -19,8 +19,17 @@ CPU = torch.device("cpu")
 CONFIG = {"num_hidden_layers": 4, "layer_types": ["a", "b", "c", "d"], "ple_layer_ids": [2], "eos": [1, 2, 3, 4]}
 
 
-def dummy(folder: Path, device: torch.device = CPU, dtype: torch.dtype = torch.float32, **more: Any) -> Model:
-    return load_model(open_source(folder), device=device, dtype=dtype, load_format="dummy", **more)
+def dummy(
+    folder: Path,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    *,
+    layers: int | None = None,
+    trunk: str | None = None,
+    seed: int = 0,
+) -> Model:
+    model = outline(open_source(folder), "dummy", layers)
+    return load_model(plan_dummy(model, device=device, dtype=dtype, trunk=trunk), seed=seed)
 
 
 def test_values_are_where_those_of_trained_models_are(write: Write) -> None:

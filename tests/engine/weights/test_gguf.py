@@ -15,7 +15,8 @@ from lazyio import ModelError, TableError, open_table, row_ids_of
 from lazyio.engine.models import Model
 from lazyio.engine.ubatch import Ubatch
 from lazyio.engine.weights.gguf import GgufSource
-from lazyio.engine.weights.load import load_model
+from lazyio.engine.weights.load import load_model, outline
+from lazyio.engine.weights.trunk import plan_trunk
 
 DATA = Path(__file__).parents[2] / "data" / "gguf"
 FILES = {"qwen4_exp": DATA / "qwen4_exp-Q4_0-split-00001-of-00003.gguf", "gemma4": DATA / "gemma4-Q8_0.gguf"}
@@ -36,7 +37,8 @@ class Given:
 
 
 def load(path: Path) -> Model:
-    return load_model(GgufSource(str(path)), device=torch.device("cpu"), dtype=torch.float32)
+    source = GgufSource(str(path))
+    return load_model(plan_trunk(source, outline(source), device=torch.device("cpu"), dtype=torch.float32))
 
 
 def logits_of(

@@ -15,7 +15,9 @@ from lazyio.engine.weights import load
 from lazyio.engine.weights.folder import FolderSource
 from lazyio.engine.weights.load import load_model, open_source, outline
 from lazyio.engine.weights.reading import Landing
+from lazyio.engine.weights.trunk import Trunk, plan_dummy, plan_trunk
 from lazyio.errors import ModelError, NeverFits, SettingError, Unsupported
+from lazyio.kernels.packed import PackedWeight, reference_dequantise
 from lazyio.ple.safetensors import open_safetensors
 
 Write = Callable[..., Path]
@@ -26,7 +28,8 @@ ARCHITECTURES = ["gemma3n", "gemma4", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
 
 
 def loaded(path: str | os.PathLike[str], dtype: torch.dtype = torch.float32, **more: Any) -> Model:
-    return load_model(open_source(path), device=CPU, dtype=dtype, **more)
+    source = open_source(path)
+    return load_model(plan_trunk(source, outline(source), device=CPU, dtype=dtype), **more)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -106,6 +109,38 @@ def test_fp8(write: Write, weights: Tensors, together: bool) -> None:
     folder = write(stored, config=json.loads((write({}) / "config.json").read_text()) | config)
     assert_same(loaded(folder), expected)
     assert_same(loaded(folder, torch.bfloat16), expected, torch.bfloat16)
+
+    source = open_source(folder)
+    trunk = plan_trunk(source, outline(source), device=CPU, dtype=torch.float32, weights="packed")
+    load_model(trunk)
+    kept = [name for name, form in trunk.forms.items() if form.packed]
+    assert len(kept) == 4
+    assert trunk.packed_types == ["F8_E4M3"]
+    for name in kept:
+        weight = trunk.weight(name)
+        assert isinstance(weight, PackedWeight)
+        assert torch.equal(reference_dequantise(weight), expected[name]), name
+
+
+def test_fp8_whose_blocks_are_no_blocks_of_the_whole(write: Write, weights: Tensors) -> None:
+    """Halves of 24 rows in blocks of 16: the second begins within a block of 16 of both."""
+    stored, expected = dict(weights), dict(weights)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    both, scale = stored.pop(name).to(torch.float8_e4m3fn), torch.rand(3, 2, 2, 1) + 0.5
+    expected[name] = torch.empty(both.shape)
+    for number in range(3):
+        for place, which in enumerate(("gate", "up")):
+            half = slice(24 * place, 24 * place + 24)
+            one = f"model.layers.0.mlp.experts.{number}.{which}_proj.weight"
+            stored[one], stored[one + "_scale_inv"] = both[number, half], scale[number, place]
+            expected[name][number, half] = (
+                both[number, half].float() * scale[number, place].repeat_interleave(16, 0)[:24]
+            )
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    source = open_source(write(stored, config=json.loads((write({}) / "config.json").read_text()) | config))
+    trunk = plan_trunk(source, outline(source), device=CPU, dtype=torch.float32, weights="packed")
+    assert_same(load_model(trunk), expected)
+    assert trunk.forms[name].why == "F8_E4M3 (scales of which blocks are no blocks of the whole)"
 
 
 def test_tied_parameters_are_one(write: Write, weights: Tensors) -> None:
@@ -274,16 +309,18 @@ def test_a_model_that_does_not_fit_is_not_begun(
 ) -> None:
     folder, asked = write(weights), []
 
-    def refuse(weights_bytes: int, passing_bytes: int, *_: object) -> None:
-        asked.append((weights_bytes, passing_bytes > 0))
+    def refuse(trunk: Trunk, passing_bytes: int) -> None:
+        asked.append((trunk.nbytes, passing_bytes > 0))
         raise NeverFits("too large")
 
     monkeypatch.setattr(load, "check_memory", refuse)
     monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read before it was known to fit"))
     values = sum(tensor.numel() for tensor in weights.values())
-    for dtype, load_format in ((torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "dummy")):
+    for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(NeverFits):
-            loaded(folder, dtype, load_format=load_format)
+            loaded(folder, dtype)
+    with pytest.raises(NeverFits):
+        load_model(plan_dummy(outline(open_source(folder), "dummy"), device=CPU, dtype=torch.bfloat16))
     # A_log of the first layer, 2000 values, stays in float32.
     assert asked == [(4 * values, True), (2 * values + 4000, True), (2 * values + 4000, False)]
 
@@ -291,13 +328,22 @@ def test_a_model_that_does_not_fit_is_not_begun(
 def test_arguments_that_can_not_be(write: Write, weights: Tensors) -> None:
     source = open_source(write(weights))
     with pytest.raises(SettingError, match="load_format is 'fast'; it can be auto or dummy"):
-        load_model(source, device=CPU, dtype=torch.float32, load_format="fast")
-    with pytest.raises(SettingError, match=r"dtype is torch\.float64; it can be torch\.float32, "):
-        load_model(source, device=CPU, dtype=torch.float64)
+        outline(source, "fast")
     with pytest.raises(SettingError, match="layers is 1, and only a model with load_format 'dummy' can"):
-        load_model(source, device=CPU, dtype=torch.float32, layers=1)
-    with pytest.raises(Unsupported, match=r"device is cuda:99, and torch finds [0-9]+ CUDA devices here"):
-        load_model(source, device=torch.device("cuda", 99), dtype=torch.float32)
+        outline(source, layers=1)
+    model, absent = outline(source), torch.device("cuda", 99)
+    for planned in (
+        lambda: plan_trunk(source, model, device=CPU, dtype=torch.float64),
+        lambda: plan_dummy(model, device=CPU, dtype=torch.float64),
+    ):
+        with pytest.raises(SettingError, match=r"dtype is torch\.float64; it can be torch\.float32, "):
+            planned()
+    for planned in (
+        lambda: plan_trunk(source, model, device=absent, dtype=torch.float32),
+        lambda: load_model(plan_dummy(model, device=absent, dtype=torch.float32)),
+    ):
+        with pytest.raises(Unsupported, match=r"device is cuda:99, and torch finds [0-9]+ CUDA devices here"):
+            planned()
 
 
 def test_another_architecture(write: Write) -> None:
@@ -318,6 +364,7 @@ def test_formats_by_what_the_path_is(write: Write, weights: Tensors, tmp_path: P
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_device(write: Write, weights: Tensors, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "Landing", lambda device: Landing(device, 1 << 14))
-    model = load_model(open_source(write(weights)), device=torch.device("cuda"), dtype=dtype)
+    source = open_source(write(weights))
+    model = load_model(plan_trunk(source, outline(source), device=torch.device("cuda"), dtype=dtype))
     assert all(parameter.is_cuda for parameter in model.parameters())
     assert_same(model, weights, dtype)

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import nn
 
+from lazyio.engine.models import Model
 from lazyio.engine.weights import memory
 from lazyio.engine.weights.memory import check_memory
+from lazyio.engine.weights.trunk import Form, Trunk
 from lazyio.errors import NeverFits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -20,27 +25,61 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * GIB)
 
 
+def trunk(device: torch.device, dtype: torch.dtype, *forms: Form, note: str = "") -> Trunk:
+    of_model = cast(Model, nn.Module())
+    return Trunk(of_model, device, dtype, {str(number): form for number, form in enumerate(forms)}, None, note)
+
+
+def values(device: torch.device, dtype: torch.dtype, size_bytes: int, **more: Any) -> Trunk:
+    return trunk(device, dtype, Form((size_bytes // dtype.itemsize,), dtype, **more))
+
+
 def test_what_fits() -> None:
-    check_memory(7 * GIB, 1 * GIB, CPU, torch.float32)
-    check_memory(15 * GIB, 1 * GIB, CUDA, torch.float32)
+    check_memory(values(CPU, torch.float32, 7 * GIB), 1 * GIB)
+    check_memory(values(CUDA, torch.float32, 15 * GIB), 1 * GIB)
 
 
 def test_weights_that_do_not_fit_the_host() -> None:
     with pytest.raises(NeverFits) as caught:
-        check_memory(7 * GIB, GIB + 1, CPU, torch.float32)
+        check_memory(values(CPU, torch.float32, 7 * GIB), GIB + 1)
     assert str(caught.value) == (
-        "the model needs 8.0 GiB on the host (7.0 GiB for weights as float32, 1.0 GiB while they are loaded), which "
-        "has 8.0 GiB left; free some of it, or use dtype bfloat16, which takes half, or a host with more memory"
+        "the model needs 8.0 GiB on the host (for weights 7.0 GiB of float32, 1.0 GiB while they are loaded), which "
+        "has 8.0 GiB left; free some of it, or use dtype bfloat16, or a host with more memory"
     )
     with pytest.raises(NeverFits, match=r"free some of it, or use a host with more memory$"):
-        check_memory(9 * GIB, 0, CPU, torch.float16)
+        check_memory(values(CPU, torch.float16, 9 * GIB), 0)
 
 
 def test_weights_that_do_not_fit_the_device() -> None:
     with pytest.raises(NeverFits, match=r"16\.1 GiB on device cuda:1 .* has 16\.0 GiB left"):
-        check_memory(16 * GIB, GIB // 8, CUDA, torch.bfloat16)
+        check_memory(values(CUDA, torch.bfloat16, 16 * GIB), GIB // 8)
 
 
 def test_loading_that_does_not_fit_the_host_of_a_device() -> None:
-    with pytest.raises(NeverFits, match=r"9\.0 GiB on the host .*9\.0 GiB while they are loaded"):
-        check_memory(GIB, 9 * GIB, CUDA, torch.float32)
+    with pytest.raises(NeverFits, match=r"loading the model takes 9\.0 GiB on the host .* has 8\.0 GiB left"):
+        check_memory(values(CUDA, torch.float32, GIB), 9 * GIB)
+
+
+def test_values_of_the_largest_packed_matrix_are_counted_on_a_gpu() -> None:
+    matrix, experts = (1 << 15, 1 << 15), (8, 1 << 15, 1 << 15)
+    forms = Form(matrix, torch.bfloat16, "Q8_0"), Form(experts, torch.bfloat16, "Q4_0")
+    # 2^30 values of Q8_0, and 2^33 of Q4_0 that are never expanded as a whole.
+    packed = 34 / 32 * GIB + 8 * 18 / 32 * GIB
+    assert trunk(CPU, torch.bfloat16, *forms).nbytes == packed
+    assert trunk(CUDA, torch.bfloat16, *forms).nbytes == packed + 2 * GIB
+    fits = 16 * GIB - int(packed) - 2 * GIB
+    check_memory(trunk(CUDA, torch.bfloat16, *forms), min(fits, 8 * GIB))
+    with pytest.raises(NeverFits, match=r"packed as Q4_0, Q8_0 and 10\.0 GiB of bfloat16, 2\.0 GiB to expand the"):
+        check_memory(trunk(CUDA, torch.bfloat16, *forms, Form((5 * GIB,), torch.bfloat16)), 0)
+
+
+def test_a_type_without_a_kernel_that_is_too_large_once_expanded() -> None:
+    with pytest.raises(NeverFits) as caught:
+        check_memory(values(CUDA, torch.bfloat16, 17 * GIB, why="Q3_K (no kernel)", stored_bytes=4 * GIB), 0)
+    assert "17.0 GiB of bfloat16, of which converted: 4.0 GiB of Q3_K (no kernel) to 17.0 GiB" in str(caught.value)
+    assert "or use a file of types that need not be expanded: F8_E4M3, IQ4_NL, Q4_0, " in str(caught.value)
+
+
+def test_weights_that_would_fit_packed() -> None:
+    with pytest.raises(NeverFits, match="or use weights packed, or another device"):
+        check_memory(trunk(CUDA, torch.bfloat16, Form((9 * GIB,), torch.bfloat16), note="as asked"), 0)
