@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from lazyio.kernels.contract import usable
 from lazyio.kernels.packed import PackedWeight, reference_dequantise
+from lazyio.kernels.packed_matmul import dequantise
 
 #: A matrix as a layer holds it: [outputs, inputs], or [experts, outputs, inputs].
 Weight = torch.Tensor | PackedWeight
@@ -24,9 +25,7 @@ def times(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return functional.linear(x, weight)
     if usable(x.device):
-        from lazyio.kernels.packed_matmul import matmul
-
-        return matmul(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+        return functional.linear(x, dequantise(weight, x.dtype))
     outputs, inputs = weight.shape
     step = max(1, _VALUES_AT_ONCE // inputs)
     pieces = [cut(weight, [slice(start, min(start + step, outputs))]) for start in range(0, outputs, step)]
@@ -40,8 +39,6 @@ def rows_of(weight: PackedWeight, rows: torch.Tensor, dtype: torch.dtype) -> tor
     planes = [plane[rows // size if size > 1 else rows] for plane, size in zip(weight.planes, each, strict=True)]
     taken = replace(weight, shape=(len(rows), weight.shape[1]), planes=tuple(planes), block=block)
     if usable(rows.device):
-        from lazyio.kernels.packed_matmul import dequantise
-
         return dequantise(taken, dtype)
     return reference_dequantise(taken).to(dtype)
 
