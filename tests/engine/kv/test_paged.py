@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lazyio.engine.kv.layout import Layout
 from lazyio.engine.kv.paged import Paged, PagedSeat
 from lazyio.engine.kv.pieces import Paged as PagedEntries
 from lazyio.engine.kv.pool import NULL, PAGE
@@ -199,9 +200,7 @@ def test_more_lanes_than_windows_would_have_room_for(
     name: str, pair: Callable[[str], Any], pool: Callable[..., Paged]
 ) -> None:
     both = pair(name)
-    made = pool(
-        both.model, pages=3 * (1 + Paged(both.model, None, streams=1, reuses=False, poison=False).ledger.run_pages)
-    )
+    made = pool(both.model, pages=3 * (1 + Layout(both.model).run_pages))
     prompts = [both.tokens(20 + number, seed=number) for number in range(8)]
     waiting, seated, found = list(enumerate(prompts)), list[tuple[int, PagedSeat]](), dict[int, torch.Tensor]()
     waits = 0
@@ -248,7 +247,7 @@ def test_a_request_beyond_the_pool_is_refused(pair: Callable[[str], Any], pool: 
 
 def test_entries_that_do_not_fill_a_page(tiny: Callable[..., Any]) -> None:
     model = tiny("qwen4_exp", indexer_budget=9, indexer_compress_ratio=3).model
-    with pytest.raises(Unsupported, match="pages of 256 positions can't hold 85 entries each .* set kv_pages to off"):
+    with pytest.raises(Unsupported, match=r"pages of 256 positions can't hold 85 entries each .* set kv_pages to off"):
         Paged(model, 40, streams=1, reuses=True, poison=False)
 
 
