@@ -49,6 +49,10 @@ class Pool:
         """How many hold a page."""
         return int(self._held[page])
 
+    def held_once(self, pages: npt.NDArray[np.bool_]) -> int:
+        """How many of the pages that are marked in `pages`, bool [pages with the null page], one alone holds."""
+        return int(np.count_nonzero(pages & (self._held == 1)))
+
     def take(self, count: int) -> Pages:
         """The `count` lowest free pages, int32 ascending, held once. Raises NoRoom, and then nothing has changed."""
         if count > self._free:

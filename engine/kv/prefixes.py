@@ -58,6 +58,7 @@ class Prefixes:
         self._pool, self._stateful = pool, stateful
         self._root = _Node(np.empty(0, np.int64), -1, None)
         self._clock = count(1)
+        self._mine = np.zeros(len(pool) + 1, np.bool_)  # pages that the tree holds
 
     def match(self, tokens: Sequence[int] | Tokens, most: int) -> Match:
         """What can be resumed of a sequence that begins with `tokens`: at most the first `most` of them."""
@@ -93,19 +94,17 @@ class Prefixes:
             self._pool.give_back(run)
         else:
             node.snapshots[place] = run
+            self._mine[run] = True
 
     @property
     def pages(self) -> int:
         """Pages that the tree holds, those of snapshots among them."""
-        return sum(1 + sum(map(len, node.snapshots.values())) for node in self._nodes())
+        return int(np.count_nonzero(self._mine))
 
     @property
     def inactive(self) -> int:
         """Those of them that nobody else holds."""
-        return sum(
-            self._is_inactive(node) + sum(len(run) for run in node.snapshots.values() if self._idle(run))
-            for node in self._nodes()
-        )
+        return self._pool.held_once(self._mine)
 
     def evict(self, enough: Callable[[], bool]) -> None:
         """Give back what is inactive, what was used longest ago first, until `enough()` or nothing is left."""
@@ -123,7 +122,7 @@ class Prefixes:
                 if enough():
                     return
                 if self._idle(run):
-                    self._pool.give_back(node.snapshots.pop(place))
+                    self._let_go(node.snapshots.pop(place))
 
     def clear(self) -> None:
         """Give back all that is inactive."""
@@ -165,12 +164,13 @@ class Prefixes:
             if longer is not None:
                 return longer
         self._pool.share([page])
+        self._mine[page] = True
         new = _Node(tokens.copy(), page, node)
         for shorter in [each for each in node.part if _common(each.tokens, tokens) == len(each.tokens)]:
             # The new page has all that the shorter one has.
             new.snapshots |= shorter.snapshots
             node.part.remove(shorter)
-            self._pool.give_back([shorter.page])
+            self._let_go([shorter.page])
         if len(tokens) == PAGE:
             node.whole[tokens.tobytes()] = new
         else:
@@ -182,13 +182,17 @@ class Prefixes:
         parent = node.parent
         assert parent is not None
         for run in node.snapshots.values():
-            self._pool.give_back(run)
-        self._pool.give_back([node.page])
+            self._let_go(run)
+        self._let_go([node.page])
         if len(node.tokens) == PAGE:
             del parent.whole[node.tokens.tobytes()]
         else:
             parent.part.remove(node)
         return parent
+
+    def _let_go(self, pages: Pages | Sequence[int]) -> None:
+        self._pool.give_back(pages)
+        self._mine[pages] = False
 
     def _nodes(self) -> Iterator[_Node]:
         waiting = list(self._root.children())
