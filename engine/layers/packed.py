@@ -18,6 +18,7 @@ Weight = torch.Tensor | PackedWeight
 
 # Without a kernel, so many values are there at a time.
 _VALUES_AT_ONCE = 1 << 22
+_ROWS_TOGETHER = 8
 
 
 def times(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -28,25 +29,41 @@ def times(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return functional.linear(x, dequantise(weight, x.dtype))
     outputs, inputs = weight.shape
     step = max(1, _VALUES_AT_ONCE // inputs)
+    if weight.block is not None and weight.block[0] < outputs:  # no piece begins within a block
+        step = max(1, step // weight.block[0]) * weight.block[0]
     pieces = [cut(weight, [slice(start, min(start + step, outputs))]) for start in range(0, outputs, step)]
     return torch.cat([functional.linear(x, reference_dequantise(piece).to(x.dtype)) for piece in pieces], -1)
 
 
 def rows_of(weight: PackedWeight, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rows of a weight [outputs, inputs] that are asked for, int64 [n]: values, [n, inputs]."""
-    block = None if weight.block is None else (1, weight.block[1])
-    each = [1 if weight.block is None or place == 0 else weight.block[0] for place in range(len(weight.planes))]
-    planes = [plane[rows // size if size > 1 else rows] for plane, size in zip(weight.planes, each, strict=True)]
-    taken = replace(weight, shape=(len(rows), weight.shape[1]), planes=tuple(planes), block=block)
-    if usable(rows.device):
-        return dequantise(taken, dtype)
-    return reference_dequantise(taken).to(dtype)
+    inputs = weight.shape[1]
+    if not usable(rows.device):
+        return reference_dequantise(_taken(weight, rows, [len(rows)])).to(dtype)
+    # As experts of a few rows each, since a kernel is compiled anew for another number of rows, but not of experts.
+    padded = functional.pad(rows, (0, -len(rows) % _ROWS_TOGETHER))
+    together = [len(padded) // _ROWS_TOGETHER, _ROWS_TOGETHER]
+    values = dequantise(_taken(weight, padded, together), dtype)
+    return values.view(-1, inputs)[: len(rows)]
+
+
+def _taken(weight: PackedWeight, rows: torch.Tensor, shape: Sequence[int]) -> PackedWeight:
+    """Rows of a weight, in the shape [*shape, inputs]."""
+    block = weight.block
+    each = [1 if block is None or place == 0 else block[0] for place in range(len(weight.planes))]
+    planes = (plane[rows // size if size > 1 else rows] for plane, size in zip(weight.planes, each, strict=True))
+    return replace(
+        weight,
+        shape=(*shape, weight.shape[1]),
+        planes=tuple(plane.view(*shape, plane.shape[-1]) for plane in planes),
+        block=None if block is None else (1, block[1]),
+    )
 
 
 def cut(weight: PackedWeight, box: Sequence[slice]) -> PackedWeight:
     """A part of a weight, in the same memory: a slice for each of the leading dimensions that are not taken whole.
 
-    Of fp8, rows are to begin where a block of scales does; else the part is good for its codes alone.
+    Of fp8, rows are to begin where a block of scales does, or to lie in one; else the part is good for its codes alone.
     """
     shape = tuple(len(range(*one.indices(size))) for one, size in zip(box, weight.shape, strict=False))
     planes = [plane[tuple(box)] for plane in weight.planes]
