@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazyio.bench.figures import short
+from lazyio.engine.waits import Wait
 from lazyio.gate import TableStats
 from lazyio.modes import Backend
 from lazyio.table import LazyTable
@@ -20,7 +21,8 @@ class Account:
     """Seconds and counts of one prompt and its reply.
 
     `waited_s` are times in which computing stood still for rows, `device_s` the time in which this program waited for
-    the device to finish, 0 on a CPU. Table and faults are those of the whole process meanwhile.
+    the device to finish, 0 on a CPU. Ubatches and their times are shared with all that is computed in them. Table and
+    faults are those of the whole process meanwhile.
     """
 
     prompt_tokens: int
@@ -35,6 +37,8 @@ class Account:
     table: TableStats | None  # None for a model without a table
     major_faults: int
     backend: Backend | None
+    queued_s: float = 0.0  # before the prompt, until it had a lane
+    most_together: int = 1  # sequences in a ubatch
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -83,9 +87,14 @@ class Account:
         prompt = f"prompt of {self.prompt_tokens:,} tokens at {short(self.prompt_tokens_per_s)}/s"
         if len(self.cuts) > 1:
             prompt += f" in {len(self.cuts)} ubatches"
-        if not self.steps_s:
-            return f"{prompt}, reply of {_counted(self.reply_tokens, 'token')}"
-        return f"{prompt}, reply of {_counted(self.reply_tokens, 'token')} at {short(self.reply_tokens_per_s)}/s"
+        if self.most_together > 1:
+            prompt = f"queued {self.queued_s:.1f} s, {prompt}"
+        reply = f"reply of {_counted(self.reply_tokens, 'token')}"
+        if self.steps_s:
+            reply += f" at {short(self.reply_tokens_per_s)}/s"
+        if self.most_together > 1:
+            reply += f" beside up to {_counted(self.most_together - 1, 'other')}"
+        return f"{prompt}, {reply}"
 
     def _rows(self) -> list[str]:
         if self.table is None or self.backend is None:
@@ -116,41 +125,57 @@ class Account:
 
 
 class Meter:
-    """Notes what a reply takes; `account` sums it up at any time."""
+    """Notes what a reply takes; `account` sums it up at any time, and stays the same after `end`."""
 
-    def __init__(self, prompt_tokens: int, cuts: Sequence[int], table: LazyTable | None, *, on_cuda: bool) -> None:
-        self._prompt_tokens, self._cuts, self._table, self._on_cuda = prompt_tokens, tuple(cuts), table, on_cuda
-        self._prompt_s: float | None = None
+    def __init__(self, prompt_tokens: int, table: LazyTable | None, *, on_cuda: bool) -> None:
+        self._prompt_tokens, self._table, self._on_cuda = prompt_tokens, table, on_cuda
+        self._cuts: list[int] = []
+        self._prompt_s = self._device_s = 0.0
         self._steps_s: list[float] = []
-        self._device_s = 0.0
+        self._waits: list[Wait] = []
+        self._together = 1
+        self._ended: tuple[TableStats | None, int] | None = None
         self.begin()
 
     def begin(self) -> None:
         """Count from now on."""
         self._stats = None if self._table is None else self._table.stats()
         self._faults = _major_faults()
-        self._began = time.perf_counter()
+        self._began, self._queued_s = time.perf_counter(), 0.0
 
-    def prompt_done(self) -> None:
-        """The first token of the reply is there."""
-        self._prompt_s = time.perf_counter() - self._began
+    def seated(self) -> None:
+        """It has a lane."""
+        self._queued_s = time.perf_counter() - self._began
+
+    def prompt_done(self, tokens: int, seconds: float) -> None:
+        """So many tokens more of the prompt were computed; with the last of them, the first token of the reply."""
+        self._cuts.append(tokens)
+        self._prompt_s += seconds
 
     def step_done(self, seconds: float) -> None:
         """Another token of the reply is there."""
         self._steps_s.append(seconds)
 
-    def device_awaited(self, seconds: float) -> None:
-        """So long a token was waited for, once all there is to do had been launched."""
-        self._device_s += seconds if self._on_cuda else 0.0
+    def shared(self, wait: Wait, awaited_s: float, together: int) -> None:
+        """Of a ubatch: its wait for rows, how long the device was waited for in the end, and how many sequences."""
+        self._waits.append(wait)
+        self._device_s += awaited_s if self._on_cuda else 0.0
+        self._together = max(self._together, together)
 
-    def account(self, reply_tokens: int, waited_s: Sequence[float]) -> Account:
-        """What it took so far; `waited_s` are the waits for rows, of the ubatches of the prompt and then each step."""
+    def end(self) -> None:
+        """Count no further."""
+        if self._ended is None:
+            self._ended = self._counts()
+
+    def account(self, reply_tokens: int) -> Account:
+        """What it took so far."""
+        stats, faults = self._ended or self._counts()
+        waited_s = [wait.seconds() for wait in self._waits]
         ubatches = len(self._cuts)
-        stats = None if self._table is None or self._stats is None else self._table.stats() - self._stats
         return Account(
             prompt_tokens=self._prompt_tokens,
-            cuts=self._cuts,
-            prompt_s=time.perf_counter() - self._began if self._prompt_s is None else self._prompt_s,
+            cuts=tuple(self._cuts),
+            prompt_s=self._prompt_s,
             prompt_waited_s=sum(waited_s[:ubatches]),
             reply_tokens=reply_tokens,
             steps_s=tuple(self._steps_s),
@@ -158,9 +183,15 @@ class Meter:
             device_s=self._device_s,
             on_cuda=self._on_cuda,
             table=stats,
-            major_faults=_major_faults() - self._faults,
+            major_faults=faults,
             backend=None if self._table is None else self._table.backend,
+            queued_s=self._queued_s,
+            most_together=self._together,
         )
+
+    def _counts(self) -> tuple[TableStats | None, int]:
+        stats = None if self._table is None or self._stats is None else self._table.stats() - self._stats
+        return stats, _major_faults() - self._faults
 
 
 def describe(backend: Backend) -> str:

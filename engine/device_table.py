@@ -109,9 +109,9 @@ class DeviceTable:
 class DeviceRows:
     """Rows on their way to the device. Made by `DeviceTable`.
 
-    `exposed_s` is how long `values` and `send` waited for rows that had not been read. `stall_events` are two CUDA
-    events around what the current stream had to wait for the rows, None unless the table is `timed`: their
-    `elapsed_time` is how long the device stood still.
+    `ids` are those asked for. `exposed_s` is how long `values` and `send` waited for rows that had not been read.
+    `stall_events` are two CUDA events around what the current stream had to wait for the rows, None unless the table
+    is `timed`: their `elapsed_time` is how long the device stood still.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class DeviceRows:
         done: Callable[[], bool] = lambda: False,
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        self._table, self._ids, self._transfer = table, ids, transfer
+        self._table, self.ids, self._transfer = table, ids, transfer
         self._take, self._done, self._cancel = take, done, cancel
         self._sent: Sent | None = None
         self.exposed_s = 0.0
@@ -132,7 +132,7 @@ class DeviceRows:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the values: [*ids.shape, row_values]."""
-        return (*self._ids.shape, self._table.row_values)
+        return (*self.ids.shape, self._table.row_values)
 
     def send(self) -> None:
         """Have the rows copied to the device if they have been read and staging has room; never waits for rows."""
@@ -147,7 +147,7 @@ class DeviceRows:
         Raises what reading them raises, Cancelled after `cancel`, ValueError for an `out` that is none.
         """
         result = self._result(out)
-        flat = result.view(self._ids.size, self._table.row_values)
+        flat = result.view(self.ids.size, self._table.row_values)
         if self._transfer is None:
             kept = self._arrays()
             self._table.expand([_as_tensor(array) for array in kept], flat)
@@ -175,7 +175,7 @@ class DeviceRows:
         since = time.perf_counter()
         packed, inverse = self._take()
         self.exposed_s += time.perf_counter() - since
-        return self._table.arrays(packed, inverse.reshape(-1), self._ids.reshape(-1))
+        return self._table.arrays(packed, inverse.reshape(-1), self.ids.reshape(-1))
 
     def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
         if self._table.timed:

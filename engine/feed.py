@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lazyio.engine.device_table import DeviceRows, DeviceTable
 from lazyio.errors import SettingError
@@ -45,10 +46,31 @@ class Feed:
 
         Their reads begin now, in this thread. Raises what `LazyTable.start` raises, RowIndexError for wrong tokens.
         """
+        return TokenRows(self._rows.start(self._joined(sequences)))
+
+    def ahead(self, sequences: Sequence[tuple[Tokens, Tokens | None]]) -> TokenRows:
+        """The rows of chunks of several prompts, one after the other, given as for `step`; each distinct row once.
+
+        A thread of the table reads them, or, without lookahead, they are read when they are asked for. Raises what
+        `LazyTable.prefetch` raises, RowIndexError for wrong tokens.
+        """
+        ask = self._rows.prefetch if self.lookahead else self._rows.later
+        return TokenRows(ask(self._joined(sequences)))
+
+    def again(self, rows: TokenRows, some: slice) -> TokenRows:
+        """The rows of some of the tokens that `rows` was asked for, read when their values are asked for."""
+        return TokenRows(self._rows.later(rows.ids[some]))
+
+    def empty(self, tokens: int) -> torch.Tensor:
+        """Room for the values of so many tokens: [tokens, rows a token * row values]."""
+        width = self.row_ids.heads * self._rows.row_values
+        return torch.empty(tokens, width, dtype=self._rows.dtype, device=self._rows.device)
+
+    def _joined(self, sequences: Sequence[tuple[Tokens, Tokens | None]]) -> Int64:
         ids = [self.row_ids(tokens, before) for tokens, before in sequences]
-        if len(ids) != 1:
-            ids = [np.concatenate([np.empty((0, self.row_ids.heads), np.int64), *ids])]
-        return TokenRows(self._rows.start(ids[0]))
+        if len(ids) == 1:
+            return ids[0]
+        return np.concatenate([np.empty((0, self.row_ids.heads), np.int64), *ids])
 
     def _row_ids(self, chunks: Iterable[Tokens], before: Tokens | None) -> Iterator[Int64]:
         for tokens in chunks:
@@ -71,6 +93,18 @@ class TokenRows:
         values = self._rows.values(None if out is None else out.view(shape)).view(wide)
         self._then()
         return values
+
+    @property
+    def ids(self) -> NDArray[Any]:
+        """The rows asked for, [tokens, rows a token]."""
+        return self._rows.ids
+
+    def __len__(self) -> int:
+        return len(self._rows.ids)
+
+    def send(self) -> None:
+        """See `DeviceRows`."""
+        self._rows.send()
 
     @property
     def exposed_s(self) -> float:

@@ -11,17 +11,23 @@ import torch
 
 from lazyio import settings
 from lazyio.engine.account import Meter, describe
+from lazyio.engine.admission import Windows
 from lazyio.engine.device_table import DeviceTable
 from lazyio.engine.feed import Feed
-from lazyio.engine.generate import Completion, Plan, Reply
+from lazyio.engine.forward import BLOCK, BatchInvariant, Forward
+from lazyio.engine.generate import Completion, Reply
 from lazyio.engine.opening import TableOptions, find_rows, open_beside, plan_weights, refuse_ignored
 from lazyio.engine.pace import MeasuredPace, measure_pace
 from lazyio.engine.place import check_memory, check_state, device_of, dtype_of
+from lazyio.engine.planning import Limits
 from lazyio.engine.prompt import Prompt, check_length, each_prompt, token_ids
+from lazyio.engine.request import Request
 from lazyio.engine.sampling import Sampler, Sampling
+from lazyio.engine.scheduler import Scheduler
 from lazyio.engine.sequence import TokenSequence
 from lazyio.engine.text.text import Text, open_text
 from lazyio.engine.weights.load import load_model, open_source, outline
+from lazyio.engine.writing import Plan, Writing
 from lazyio.errors import ModelError, SettingError
 from lazyio.ple.cuts import fixed_cuts
 from lazyio.ple.spec import TableSpec
@@ -55,6 +61,9 @@ class LLM:
         trunk: str | None = None,
         lookahead: int | None = None,
         ubatch: int | str | None = None,
+        parallel: int | None = None,
+        mixed: int | None = None,
+        batch_invariant: bool | None = None,
         before_loading: Callable[[Self], object] | None = None,
         progress: Callable[[int, int], None] | None = None,
         **table_options: Unpack[TableOptions],
@@ -64,8 +73,8 @@ class LLM:
         `table` is where the table lies, if not in the same checkpoint. `device` is cpu or cuda, by default cuda if
         there is one; `dtype` float32, bfloat16 or float16, by default float32 on the CPU and the checkpoint's own on
         cuda. `load_format` dummy reads no weights and takes random ones, of the first `layers` layers if that is given.
-        `lazy_mode`, `lookahead`, `ubatch`, `weights`, `trunk` and the other options are settings, which come from the
-        environment where they are None; docs/settings.md lists them. `before_loading` is called with this object when
+        `lazy_mode`, `lookahead`, `ubatch`, `parallel`, `weights`, `trunk` and the other options are settings, which come
+        from the environment where they are None; docs/settings.md lists them. `before_loading` is called with this object when
         all but its weights is known, for calls of `check` and `text`, so that what is wrong with a prompt is said
         without waiting for them. `progress` is called with the bytes loaded and all there are.
 
@@ -77,6 +86,8 @@ class LLM:
         self.device = device_of(device)
         self.lookahead: int = settings.resolve("lookahead", lookahead)
         self.ubatch: int | None = settings.resolve("ubatch", ubatch)
+        self.parallel: int = settings.resolve("parallel", parallel)
+        self.batch_invariant: bool = settings.resolve("batch_invariant", batch_invariant)
         self.table: LazyTable | None = None
         self.feed: Feed | None = None
         self.pace: MeasuredPace | None = None
@@ -89,6 +100,7 @@ class LLM:
             given = {"table": table, "lazy_mode": lazy_mode, "lookahead": lookahead, **table_options}
             refuse_ignored(self.path, given)
         self._check_auto(ubatch, has_table=found is not None)
+        self._limits = self._limits_of(settings.resolve("mixed", mixed))
         self._text, self.no_text = _open_text(self.path, shape.vocab)
         self._vocab, self._max_tokens = shape.vocab, shape.max_tokens
         if before_loading is not None:
@@ -104,6 +116,10 @@ class LLM:
                 stack.callback(rows.close)
                 self.feed = Feed(rows, found[1], self.lookahead)
                 self.pace = None if self.ubatch else measure_pace(self.model, self.table, found[1].heads)
+            self._forward = BatchInvariant(self.model) if self.batch_invariant else Forward(self.model)
+            admission = Windows(self.model, self.parallel)
+            self.scheduler = Scheduler(self._forward, self.feed, admission, self._limits, self.parallel)
+            stack.callback(self.scheduler.close)
             self._stack = stack.pop_all()
 
     @property
@@ -127,11 +143,11 @@ class LLM:
         check_memory(size, f"the logits of {len(tokens)} tokens", torch.device("cpu"), "give a shorter prompt")
         logits = torch.empty(len(tokens), self.model.vocab)
         done = 0
-        with closing(self._sequence(len(tokens)).prefill(tokens, cuts)) as ubatches, torch.inference_mode():
+        with closing(TokenSequence(self._forward, self.feed, len(tokens)).prefill(tokens, cuts)) as ubatches:
             for hidden in ubatches:
                 for start in range(0, len(hidden), _LOGITS_TOKENS):
                     part = hidden[start : start + _LOGITS_TOKENS]
-                    logits[done : done + len(part)] = self.model.logits(part)
+                    logits[done : done + len(part)] = self._forward.logits(part)
                     done += len(part)
         return logits
 
@@ -147,8 +163,13 @@ class LLM:
         sampling: Sampling | None = None,
         stop: str | int | Sequence[str | int] = (),
     ) -> Reply:
-        """A reply to one prompt, generated while it is iterated over. `generate` has the arguments and errors."""
-        return self._reply(self._plan(prompt, max_tokens, stop), sampling or Sampling())
+        """A reply to one prompt, generated while it is iterated over. `generate` has the arguments and errors.
+
+        It takes its place in the queue now, and the rows that its prompt begins with are asked for.
+        """
+        request = self._request(self._plan(prompt, max_tokens, stop), sampling or Sampling())
+        self.scheduler.add(request)
+        return Reply(self.scheduler, request)
 
     def generate(
         self,
@@ -161,8 +182,9 @@ class LLM:
         min_p: float = 0.0,
         seed: int | None = None,
         stop: str | int | Sequence[str | int] = (),
+        raise_errors: bool = True,
     ) -> list[Completion]:
-        """Replies to one prompt or many, one after the other.
+        """Replies to one prompt or many, in their order, up to `parallel` of them computed at once.
 
         A prompt is text, as it is; token ids; or messages {"role": ..., "content": ...}, to which the model's chat
         template is applied. A reply ends after `max_tokens` tokens, at a stop id of the model or of `stop`, or where a
@@ -171,16 +193,25 @@ class LLM:
         Raises, before anything runs, PromptError for a prompt that is empty, has ids beyond the vocabulary or goes with
         its reply beyond the model's context; ModelError for text where there is no tokenizer; SettingError for an
         argument out of range; NeverFits where memory does not suffice. Later, ReadError for rows that can't be read,
-        and ModelError for weights whose logits are no finite numbers.
+        and ModelError for weights whose logits are no finite numbers; without `raise_errors` it is only the completion
+        of such a prompt that has the error, and the others are whole.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        completions = []
-        for plan in [self._plan(prompt, max_tokens, stop) for prompt in each_prompt(prompts)]:
-            with self._reply(plan, sampling) as reply:
-                for _ in reply:
-                    pass
-                completions.append(reply.completion)
-        return completions
+        plans = [self._plan(prompt, max_tokens, stop) for prompt in each_prompt(prompts)]
+        requests = [self._request(plan, sampling) for plan in plans]
+        try:
+            for request in requests:
+                self.scheduler.add(request)
+            for request in requests:
+                while not request.ended:
+                    self.scheduler.step()
+                    failed = next((each for each in requests if each.error is not None), None)
+                    if failed is not None and failed.error is not None and raise_errors:
+                        raise failed.error
+        finally:
+            for request in requests:
+                self.scheduler.cancel(request)
+        return [Completion.of(request) for request in requests]
 
     def cuts(self, tokens: int) -> list[int]:
         """The sizes of the ubatches that a prompt of so many tokens is cut into."""
@@ -193,13 +224,15 @@ class LLM:
         """One line: the model, where its weights are, its table and how that is read."""
         trunk = f"{self.architecture}, {self.trunk} on {self.device}"
         ubatch = "auto" if self.ubatch is None else self.ubatch
+        lanes = f", parallel {self.parallel}" if self.parallel > 1 else ""
+        lanes += ", batch-invariant" if self.batch_invariant else ""
         if self.table is None:
-            return f"{trunk}; no table; ubatch {ubatch}"
+            return f"{trunk}; no table; ubatch {ubatch}{lanes}"
         spec, backend = self.table.spec, self.table.backend
         pace = "" if self.pace is None else f", planned for {self.pace}"
         return (
             f"{trunk}; table {spec.tensor}, {format_bytes(spec.table_bytes)} of {spec.dtype}, {describe(backend)} "
-            f"({backend.why}); lookahead {self.lookahead}, ubatch {ubatch}{pace}"
+            f"({backend.why}); lookahead {self.lookahead}, ubatch {ubatch}{pace}{lanes}"
         )
 
     def close(self) -> None:
@@ -214,7 +247,6 @@ class LLM:
 
     def _plan(self, prompt: Prompt, max_tokens: int, stop: str | int | Sequence[str | int]) -> Plan:
         tokens, strings, ids = self._checked(prompt, max_tokens, stop)
-        check_state(self.model, len(tokens) + max_tokens)
         return Plan(tokens, self.cuts(len(tokens)), max_tokens, ids, strings)
 
     def _checked(
@@ -227,13 +259,20 @@ class LLM:
         check_length(len(tokens), max_tokens, self._max_tokens)
         return tokens, *self._stops((stop,) if isinstance(stop, str | int) else stop)
 
-    def _reply(self, plan: Plan, sampling: Sampling) -> Reply:
-        sequence = self._sequence(len(plan.tokens) + plan.max_tokens)
-        meter = Meter(len(plan.tokens), plan.cuts, self.table, on_cuda=self.device.type == "cuda")
-        return Reply(sequence, plan, Sampler(sampling, self.model.vocab), self._text, meter)
+    def _request(self, plan: Plan, sampling: Sampling) -> Request:
+        meter = Meter(len(plan.tokens), self.table, on_cuda=self.device.type == "cuda")
+        return Request(plan, Sampler(sampling, self.model.vocab), Writing(plan, self._text), meter)
 
-    def _sequence(self, capacity: int) -> TokenSequence:
-        return TokenSequence(self.model, self.feed, capacity)
+    def _limits_of(self, mixed: int) -> Limits:
+        """Tokens of prompts in a ubatch. Raises SettingError for cuts that a batch would leave its mark in."""
+        limits = Limits(self.ubatch or _DEFAULT_UBATCH, min(mixed, self.ubatch or _DEFAULT_UBATCH))
+        if self.batch_invariant and (self.ubatch is None or limits.ubatch % BLOCK or limits.mixed % BLOCK):
+            ubatch = "auto" if self.ubatch is None else self.ubatch
+            raise SettingError(
+                f"batch_invariant needs cuts at multiples of {BLOCK} tokens; ubatch is {ubatch} and mixed {mixed}: "
+                "give multiples of that"
+            )
+        return limits
 
     def _stops(self, stop: Sequence[str | int]) -> tuple[list[str], frozenset[int]]:
         strings = [each for each in stop if isinstance(each, str)]

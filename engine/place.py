@@ -59,9 +59,12 @@ def check_state(model: Model, capacity: int) -> None:
     check_memory(needed, what, model.device, "shorten the prompt, or lower max_tokens")
 
 
-def check_memory(needed_bytes: int, what: str, device: torch.device, advice: str) -> None:
-    """Raise NeverFits, which names what takes them and gives the advice, if a device does not have so many bytes."""
-    free = _free_bytes(device)
+def check_memory(needed_bytes: int, what: str, device: torch.device, advice: str, held_bytes: int = 0) -> None:
+    """Raise NeverFits, which names what takes them and gives the advice, if a device does not have so many bytes.
+
+    `held_bytes` are those that it has for them already.
+    """
+    free = _free_bytes(device) + held_bytes
     if needed_bytes > free:
         raise NeverFits(
             f"{what} takes {format_bytes(needed_bytes)}, and {format_bytes(free)} of memory can be had on {device}: "

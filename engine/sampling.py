@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,15 @@ class Sampler:
         else:
             self._generator.manual_seed(sampling.seed)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether `choose` takes the likeliest token and does nothing else."""
+        return self.sampling.temperature == 0
+
+    def settle(self, token: int) -> int:
+        """The token to go on with, where `choose` gave this one."""
+        return token
+
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The token for logits float32 [vocab]: int64 [], on their device. Of equal likeliest ones, the lowest id.
 
@@ -101,6 +111,28 @@ class Sampler:
         point = float(torch.rand((), generator=self._generator, dtype=torch.float64))
         sums = weights.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(sums, point * sums[-1:], right=True).clamp(max=len(weights) - 1)[0]
+
+
+def choose_each(samplers: Sequence[Sampler], logits: torch.Tensor) -> torch.Tensor:
+    """The token of each, int64 [n], as `Sampler.choose` has it, for logits float32 [n, vocab]."""
+    most, likeliest = logits.max(-1)
+    chosen = likeliest.where(most.isfinite(), -1)
+    for i, sampler in enumerate(samplers):
+        if not sampler.is_greedy:
+            chosen[i] = sampler.choose(logits[i])
+    return chosen
+
+
+class Following(Sampler):
+    """Chooses, and goes on with the tokens of a given text instead."""
+
+    def __init__(self, text: Sequence[int], vocab: int) -> None:
+        super().__init__(Sampling(), vocab)
+        self._text = iter(text)
+
+    def settle(self, token: int) -> int:
+        """The next token of the text; -1 stays what it is."""
+        return token if token < 0 else next(self._text)
 
 
 def _check(name: str, value: object, fits: bool, wanted: str) -> None:

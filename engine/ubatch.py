@@ -44,7 +44,7 @@ class Ubatch:
             start += len(tokens)
         positions = torch.cat([torch.arange(span.before, span.before + span.length) for span in spans])
         ids = torch.tensor([token for _, tokens in chunks for token in tokens], dtype=torch.int64)
-        return cls(_sent(ids, device), _sent(positions, device), tuple(spans))
+        return cls(sent(ids, device), sent(positions, device), tuple(spans))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,7 +61,8 @@ class Rows(Protocol):
         ...
 
 
-def _sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, without waiting for it."""
     if device.type != "cuda":
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)

@@ -244,6 +244,21 @@ SETTINGS: dict[str, Setting] = {
             "Of the engine: tokens of a prompt that are computed together. auto: cuts planned from what reading and "
             "computing took when the model was loaded, so that they may vary from run to run.",
         ),
+        Setting("parallel", _count(1, 1024), 1, "Of the engine: requests that are computed at once, the lanes."),
+        Setting(
+            "mixed",
+            _count(1, 1 << 20),
+            512,
+            "Of the engine: tokens of prompts that are computed together where replies of others go on beside them, at "
+            "most those of ubatch. Fewer keep replies waiting for less, and prompts for more.",
+        ),
+        Setting(
+            "batch_invariant",
+            _switch(),
+            False,
+            "Of the engine: compute each sequence by itself and in blocks of 256 positions, so that no bit depends on "
+            "what else is computed. Slow.",
+        ),
         Setting(
             "weights",
             _choice("auto", "packed", "dequantised"),

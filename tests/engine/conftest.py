@@ -7,6 +7,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -279,6 +280,22 @@ def _randomise(model: nn.Module) -> None:
 def tiny() -> Callable[..., Tiny]:
     """`tiny(name)`: a fresh pair of models, by the name of the architecture; `make_tiny` says what else."""
     return make_tiny
+
+
+@pytest.fixture(scope="session")
+def saved(tiny: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """`saved(name)`: a tiny pair of models, and the folder in which transformers saved its own."""
+    known: dict[str, tuple[Any, Path]] = {}
+
+    def save(name: str) -> tuple[Any, Path]:
+        if name not in known:
+            pair, folder = tiny(name), tmp_path_factory.mktemp(name)
+            pair.reference.generation_config.eos_token_id = None
+            pair.reference.save_pretrained(folder, max_shard_size="400KB")
+            known[name] = pair, folder
+        return known[name]
+
+    return save
 
 
 @pytest.fixture(scope="session")

@@ -22,22 +22,6 @@ WITH_TABLE = ("qwen4_exp", "gemma4", "gemma3n")
 EOS = 255
 
 
-@pytest.fixture(scope="session")
-def saved(tiny: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
-    """`saved(name)`: a tiny pair of models, and the folder in which transformers saved its own."""
-    known: dict[str, tuple[Any, Path]] = {}
-
-    def save(name: str) -> tuple[Any, Path]:
-        if name not in known:
-            pair, folder = tiny(name), tmp_path_factory.mktemp(name)
-            pair.reference.generation_config.eos_token_id = None
-            pair.reference.save_pretrained(folder, max_shard_size="400KB")
-            known[name] = pair, folder
-        return known[name]
-
-    return save
-
-
 @pytest.fixture
 def qwen(saved: Callable[[str], tuple[Any, Path]]) -> Path:
     return saved("qwen4_exp")[1]

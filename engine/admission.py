@@ -1,0 +1,94 @@
+"""Who gets a lane: what a sequence carries must have room for its prompt and its reply before it begins."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from lazyio.engine.models.base import Model
+from lazyio.engine.place import check_memory
+from lazyio.engine.state import State
+from lazyio.errors import NeverFits, NoRoom
+
+
+class Seat(Protocol):
+    """What a seated sequence holds until it is released."""
+
+    @property
+    def state(self) -> State:
+        """Its state, with room for all of its tokens."""
+        ...
+
+
+class Admission(Protocol):
+    """Gives sequences what they need for their whole length, or has them wait for it."""
+
+    def fits_ever(self, tokens: int) -> None:
+        """Raise NeverFits where a sequence of so many tokens would have no room even by itself."""
+        ...
+
+    def seat(self, prompt_tokens: int, max_tokens: int) -> Seat:
+        """Room for a prompt and the longest reply. Raises NoRoom where others must go first."""
+        ...
+
+    def release(self, seat: Seat) -> None:
+        """Take it back."""
+        ...
+
+
+class Window:
+    """A seat with a contiguous window in every layer."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    @property
+    def state(self) -> State:
+        """See `Seat`."""
+        return self._state
+
+
+class Windows:
+    """A contiguous window a lane, made when it is taken. Each of `parallel` lanes may rely on its share of memory."""
+
+    def __init__(self, model: Model, parallel: int) -> None:
+        self._model, self._parallel = model, parallel
+        self._taken: dict[Window, int] = {}  # bytes
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def fits_ever(self, tokens: int) -> None:
+        """See `Admission`: so many sequences of that length must fit as there are lanes."""
+        needed, parallel = self._bytes(tokens), self._parallel
+        what, advice = f"the state of a sequence of {tokens} tokens", "shorten the prompt, or lower max_tokens"
+        if parallel > 1:
+            what = f"the state of {parallel} sequences of {tokens} tokens, one for each lane of parallel {parallel},"
+            advice = f"lower parallel, {advice}"
+        check_memory(needed * parallel, what, self._model.device, advice, held_bytes=sum(self._taken.values()))
+
+    def seat(self, prompt_tokens: int, max_tokens: int) -> Window:
+        """See `Admission`. Raises NeverFits where memory is too little though nobody is seated."""
+        tokens = prompt_tokens + max_tokens
+        if len(self._taken) == self._parallel:
+            raise NoRoom(f"all {self._parallel} lanes are taken: wait for one, or raise parallel")
+        needed = self._bytes(tokens)
+        try:
+            what = f"the state of a sequence of {tokens} tokens"
+            check_memory(needed, what, self._model.device, "shorten the prompt, or lower max_tokens")
+        except NeverFits as error:
+            if not self._taken:
+                raise
+            raise NoRoom(str(error)) from error
+        window = Window(self._model.new_state(tokens))
+        self._taken[window] = needed
+        return window
+
+    def release(self, seat: Seat) -> None:
+        """See `Admission`."""
+        assert isinstance(seat, Window)
+        del self._taken[seat]
+
+    def _bytes(self, tokens: int) -> int:
+        return self._model.new_state(tokens, torch.device("meta")).nbytes

@@ -1,0 +1,71 @@
+"""A prompt and its reply on their way through the scheduler."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from lazyio.engine.account import Meter
+from lazyio.engine.admission import Seat
+from lazyio.engine.feed import TokenRows
+from lazyio.engine.sampling import Sampler
+from lazyio.engine.writing import Piece, Plan, Writing
+from lazyio.errors import ModelError
+from lazyio.fetchers.base import Int64
+
+
+class Request:
+    """What is known of a request. `pieces` are those of its reply that nobody has taken, `error` what ended it.
+
+    `planned` tokens of its prompt have a place in a ubatch, `computed` tokens have been computed. `first` are the rows
+    that its prompt begins with, asked for while it waited for a lane.
+    """
+
+    def __init__(self, plan: Plan, sampler: Sampler, writing: Writing, meter: Meter) -> None:
+        self.plan, self.sampler, self.writing, self.meter = plan, sampler, writing, meter
+        self.prompt: Int64 = np.array(plan.tokens, np.int64)
+        self.known = list(plan.tokens)  # of prompt and reply
+        self.planned = self.computed = 0
+        self.first: TokenRows | None = None
+        self.seat: Seat | None = None
+        self.pieces: deque[Piece] = deque()
+        self.error: Exception | None = None
+        self.cancelled = self.ended = False
+
+    @property
+    def replies(self) -> bool:
+        """Whether its next token is one of the reply, which waits to be computed."""
+        return len(self.known) > len(self.prompt)
+
+    def next_cut(self) -> int:
+        """Where the ubatch that its next planned token lies in would end, were it alone."""
+        end = 0
+        for cut in self.plan.cuts:
+            end += cut
+            if end > self.planned:
+                return end
+        return len(self.prompt)
+
+    def before(self, place: int, context: int) -> list[int]:
+        """The tokens that row ids of those from `place` on depend on."""
+        return self.known[max(0, place - context) : place]
+
+    def take(self, token: int) -> bool:
+        """Go on with the token that was chosen; whether the rows of it will be needed, as far as is known.
+
+        Raises ModelError for -1, which stands for logits that are no numbers.
+        """
+        token = self.sampler.settle(token)
+        if token < 0:
+            raise ModelError(
+                f"the logits after {len(self.known)} tokens are no finite numbers: the weights are damaged, or values "
+                "outgrow the dtype; load the model with dtype float32, or copy it again"
+            )
+        self.known.append(token)
+        return self.writing.add(token)
+
+    def write(self) -> bool:
+        """Make a piece of that token; whether the reply goes on."""
+        self.pieces.append(self.writing.piece())
+        return self.writing.reason is None

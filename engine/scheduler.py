@@ -1,0 +1,259 @@
+"""Continuous batching: ubatches of whatever the requests that have a lane need next.
+
+A ubatch has the next token of every reply, and chunks of the prompts that are not done. Requests get their lanes in the
+order of their arrival, and wait for them in that order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from lazyio.engine.admission import Admission
+from lazyio.engine.batch import Asked, Batch, select
+from lazyio.engine.batch_rows import BatchRows
+from lazyio.engine.feed import Feed
+from lazyio.engine.forward import Forward
+from lazyio.engine.planning import Limits, Planned, Planner
+from lazyio.engine.request import Request
+from lazyio.engine.sampling import choose_each
+from lazyio.engine.waits import Wait
+from lazyio.errors import NoRoom
+
+# Queued prompts are read ahead as long as their first chunks have no more tokens together than that many chunks of the
+# most tokens: all rows that are held must have room in the table's budget.
+_CHUNKS_AHEAD = 16
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a scheduler did. `host_s` is what its steps took beside launching and waiting for the model."""
+
+    steps: int = 0
+    steps_s: float = 0.0
+    host_s: float = 0.0
+    most_lanes: int = 0
+    refused: int = 0  # times that the first of the queue found no room
+
+    def add(self, seconds: float, host_s: float) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.steps_s += seconds
+        self.host_s += host_s
+
+
+class Scheduler:
+    """Serves requests, up to `parallel` at once. Whoever wants their replies calls `step`, until they are there.
+
+    A request that fails has its `error` and gives up its lane; the others go on. By one thread at a time.
+    """
+
+    def __init__(
+        self, forward: Forward, feed: Feed | None, admission: Admission, limits: Limits, parallel: int
+    ) -> None:
+        self._forward, self._feed, self._admission, self._parallel = forward, feed, admission, parallel
+        self._planner = Planner(feed, limits)
+        self._room_ahead = _CHUNKS_AHEAD * limits.mixed
+        self._queue: deque[Request] = deque()
+        self._lanes: list[Request] = []
+        self._asked = Asked()
+        self._busy = False
+        self.counts = Counts()
+
+    def add(self, request: Request) -> None:
+        """Queue a request. The rows that its prompt begins with are asked for as soon as there is room for them.
+
+        Raises what asking for them raises, NeverFits where its state has no room even by itself.
+        """
+        self._admission.fits_ever(len(request.prompt) + request.plan.max_tokens)
+        request.meter.begin()
+        self._queue.append(request)
+        try:
+            self._read_ahead()
+        except BaseException:
+            self.cancel(request)
+            raise
+
+    def cancel(self, request: Request) -> None:
+        """End a request where it is. It never waits, and harms nothing when the request has ended."""
+        request.cancelled = True
+        if not self._busy:  # else it is seen to before the next ubatch
+            with self._at_work():
+                self._sweep()
+
+    def step(self) -> bool:
+        """Compute the next ubatch; False if there is nothing to do. What goes wrong with a request is its `error`.
+
+        An interrupt ends all requests: nobody knows how far the model has got.
+        """
+        with self._at_work():
+            began = time.perf_counter()
+            self._sweep()
+            self._seat()
+            batch = self._next()
+            if batch is not None and batch.planned.error is not None:
+                self._end_all([chunk.request for chunk in batch.planned.chunks], batch.planned.error)
+                batch = Batch(batch.stepping, Planned())
+            if batch is not None and len(batch):
+                self._compute(batch, began)
+            return batch is not None
+
+    def close(self) -> None:
+        """End all requests where they are."""
+        for request in [*self._lanes, *self._queue]:
+            request.cancelled = True
+        self._sweep()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        assert not self._busy, "a scheduler is for one thread at a time"
+        self._busy = True
+        try:
+            yield
+        except BaseException as error:
+            # Nobody knows how far it got. Replies that an interrupt ends have no error: they are just not whole.
+            self._end_all([*self._lanes, *self._queue], error if isinstance(error, Exception) else None)
+            raise
+        finally:
+            self._busy = False
+
+    # --- who is served -----------------------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        for request in [*self._lanes, *self._queue]:
+            if request.cancelled:
+                self._end(request)
+
+    def _seat(self) -> None:
+        while self._queue and len(self._lanes) < self._parallel:
+            request = self._queue[0]
+            try:
+                request.seat = self._admission.seat(len(request.prompt), request.plan.max_tokens)
+            except Exception as error:
+                if isinstance(error, NoRoom) and self._lanes:
+                    self.counts.refused += 1
+                    return
+                self._end(request, error)
+                continue
+            self._lanes.append(self._queue.popleft())
+            request.meter.seated()
+        self.counts.most_lanes = max(self.counts.most_lanes, len(self._lanes))
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Ask for the rows that queued prompts begin with, the next ones first."""
+        if self._feed is None or not self._feed.lookahead:
+            return
+        room = self._room_ahead - sum(len(each.first) for each in self._lanes if each.first is not None)
+        for request in self._queue:
+            alone = not self._lanes and request is self._queue[0]
+            tokens = self._planner.first_of(request, alone=alone)
+            room -= tokens if request.first is None else len(request.first)
+            if room < 0 and not alone:
+                return
+            if request.first is None:
+                request.first = self._feed.ahead([(request.prompt[:tokens], None)])
+
+    def _end_all(self, requests: Sequence[Request], error: Exception | None) -> None:
+        for request in requests:
+            self._end(request, error)
+
+    def _end(self, request: Request, error: Exception | None = None) -> None:
+        """Take a request out, with all that it holds. Harmless when done twice."""
+        if request.ended:
+            return
+        request.ended, request.error = True, error
+        request.meter.end()
+        if request.first is not None:
+            request.first.cancel()
+            request.first = None
+        self._planner.forget(request)
+        if request in self._queue:
+            self._queue.remove(request)
+        if request in self._lanes:
+            self._lanes.remove(request)
+        if request.seat is not None:
+            self._admission.release(request.seat)
+            request.seat = None
+
+    # --- ubatches ----------------------------------------------------------------------------------------------------
+
+    def _next(self) -> Batch | None:
+        stepping = tuple(request for request in self._lanes if request.replies)
+        planned = self._planner.next(self._lanes)
+        return Batch(stepping, planned) if stepping or planned.chunks else None
+
+    def _compute(self, batch: Batch, began: float) -> None:
+        requests, places = batch.choosing()
+        rows = self._rows(batch)
+        launched = time.perf_counter()
+        try:
+            hidden = self._forward.step([*batch.chunks], rows)
+            chosen = self._choose(requests, select(hidden, places)) if requests else None
+            awaited = time.perf_counter()
+            tokens = [] if chosen is None else chosen.tolist()  # the one time that the host waits for the device
+        except Exception as error:  # all of their states are somewhere in the middle
+            self._end_all(batch.requests, error)
+            return
+        done = time.perf_counter()
+        for place, error in ({} if rows is None else rows.failed).items():
+            self._end(batch.owner(place), error)
+        self._go_on(requests, tokens)
+        seconds = time.perf_counter() - began
+        _note(batch, Wait() if rows is None else rows.wait, seconds, done - awaited)
+        self.counts.add(seconds, seconds - (done - launched))
+
+    def _rows(self, batch: Batch) -> BatchRows | None:
+        if self._feed is None:
+            return None
+        parts = batch.parts(self._asked)
+        for part in parts:
+            part.rows.send()
+        return BatchRows(self._feed, parts, len(batch), self._planner.send)
+
+    def _choose(self, requests: Sequence[Request], hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._forward.logits(hidden)
+        return choose_each([request.sampler for request in requests], logits)
+
+    def _go_on(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+        """Give each its token, ask for the rows of those that go on, and only then make text of it."""
+        going = []
+        for request, token in zip(requests, tokens, strict=True):
+            if not request.ended and self._tried(request, lambda: request.take(token)):  # noqa: B023
+                going.append(request)
+        self._ask(going)
+        for request in requests:
+            if not request.ended and not self._tried(request, request.write):
+                self._end(request)
+
+    def _tried(self, request: Request, act: Callable[[], bool]) -> bool:
+        try:
+            return act()
+        except Exception as error:
+            self._end(request, error)
+            return False
+
+    def _ask(self, requests: Sequence[Request]) -> None:
+        self._asked = Asked()
+        if self._feed is None or not requests:
+            return
+        context = self._feed.row_ids.context
+        tokens = [(request.known[-1:], request.before(len(request.known) - 1, context)) for request in requests]
+        try:
+            self._asked = Asked(tuple(requests), self._feed.step(tokens))
+        except Exception as error:
+            self._end_all(requests, error)
+
+
+def _note(batch: Batch, wait: Wait, seconds: float, awaited_s: float) -> None:
+    for request in batch.stepping:
+        request.meter.step_done(seconds)
+    for chunk in batch.planned.chunks:
+        chunk.request.meter.prompt_done(len(chunk), seconds)
+    for request in batch.requests:
+        request.meter.shared(wait, awaited_s, len(batch.requests))

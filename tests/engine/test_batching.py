@@ -1,0 +1,118 @@
+"""Sequences computed together, on all models: equal to each by itself, and bit-equal where batches must not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lazyio.engine import LLM
+from lazyio.engine.generate import Completion
+from lazyio.engine.request import Request
+from lazyio.engine.sampling import Following
+
+MODELS = ("qwen4_exp", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma3n")
+
+
+class Recording(Following):
+    """Follows a text, and keeps the logits of each step."""
+
+    def __init__(self, text: Sequence[int], vocab: int) -> None:
+        super().__init__(text, vocab)
+        self.logits: list[torch.Tensor] = []
+
+    @property
+    def is_greedy(self) -> bool:
+        return False
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        self.logits.append(logits.clone())
+        return super().choose(logits)
+
+
+def logits_of(llm: LLM, texts: Sequence[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
+    """Of each prompt and the text that follows it, the logits [tokens, vocab] that each token of this was chosen by."""
+    requests: list[tuple[Request, Recording]] = []
+    for prompt, text in texts:
+        request = llm._request(llm._plan(prompt, len(text), ()), llm_sampling())
+        request.sampler = recording = Recording(text, llm.model.vocab)
+        llm.scheduler.add(request)
+        requests.append((request, recording))
+    while llm.scheduler.step():
+        pass
+    for (request, _), (_, text) in zip(requests, texts, strict=True):
+        assert request.error is None
+        assert request.writing.tokens == text
+    return [torch.stack(recording.logits) for _, recording in requests]
+
+
+def llm_sampling() -> Any:
+    from lazyio.engine import Sampling
+
+    return Sampling()
+
+
+def texts_of(pair: Any, count: int, longest: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts of very different lengths, with texts that go on for long, and one token."""
+    lengths = [3, longest, 1, 20, longest // 2, 7, 40, 2]
+    replies = [12, 4, 9, 1, 6, 15, 3, 10]
+    tokens = [pair.tokens(lengths[i] + replies[i], seed=10 + i) for i in range(count)]
+    return [(each[: lengths[i]], each[lengths[i] :]) for i, each in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_streams_equal_solo(name: str, saved: Callable[[str], tuple[Any, Path]], agree: Callable[..., None]) -> None:
+    pair, folder = saved(name)
+    texts = texts_of(pair, 8, 70)
+    with LLM(folder, device="cpu", ubatch=32) as llm:
+        solo = [logits_of(llm, [text])[0] for text in texts]
+    for (prompt, text), logits in zip(texts, solo, strict=True):
+        agree(logits, pair.expected([*prompt, *text])[len(prompt) - 1 : -1])
+    for streams in (2, 4, 8):
+        with LLM(folder, device="cpu", ubatch=32, parallel=streams, mixed=24) as llm:
+            for found, expected in zip(logits_of(llm, texts), solo, strict=True):
+                agree(found, expected)
+            assert llm.scheduler.counts.most_lanes == streams
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_change_no_bit(name: str, saved: Callable[[str], tuple[Any, Path]]) -> None:
+    pair, folder = saved(name)
+    texts = texts_of(pair, 8, 480)
+    given: dict[str, Any] = {"device": "cpu", "batch_invariant": True, "mixed": 256}
+    with LLM(folder, ubatch=512, **given) as llm:
+        solo = [logits_of(llm, [text])[0] for text in texts]
+    for streams in (2, 4, 8):
+        with LLM(folder, ubatch=256 if streams == 4 else 512, parallel=streams, **given) as llm:
+            for found, expected in zip(logits_of(llm, texts), solo, strict=True):
+                assert torch.equal(found, expected)
+
+
+def test_without_it_they_do(saved: Callable[[str], tuple[Any, Path]]) -> None:
+    """So the test above can fail."""
+    pair, folder = saved("qwen4_exp")
+    texts = texts_of(pair, 8, 480)
+    found = []
+    for streams in (1, 8):
+        with LLM(folder, device="cpu", parallel=streams, mixed=256) as llm:
+            found.append(torch.cat(logits_of(llm, texts)))
+    assert not torch.equal(*found)
+
+
+def test_replies_come_in_the_order_of_prompts(saved: Callable[[str], tuple[Any, Path]]) -> None:
+    pair, folder = saved("qwen4_exp")
+    prompts = [prompt for prompt, _ in texts_of(pair, 8, 70)]
+
+    def replies(**given: Any) -> list[Completion]:
+        with LLM(folder, device="cpu", **given) as llm:
+            return llm.generate(prompts, max_tokens=7, temperature=0.7, seed=3)
+
+    alone, together = replies(), replies(parallel=3, mixed=16)
+    assert [each.token_ids for each in alone] == [each.token_ids for each in together]
+    assert {each.account.most_together for each in alone} == {1}
+    assert {each.account.most_together for each in together} >= {3}
+    assert all(len(each.account.steps_s) == len(each.account.steps_waited_s) == 6 for each in together)
+    assert [sum(each.account.cuts) for each in together] == [len(prompt) for prompt in prompts]
