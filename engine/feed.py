@@ -33,6 +33,11 @@ class Feed:
         """The table whose rows they are."""
         return self._rows.table
 
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens whose rows can be read ahead and not taken at once."""
+        return self.table.rows_ahead // self.row_ids.heads
+
     def prompt(self, chunks: Iterable[Tokens], before: Tokens | None = None) -> PromptRows:
         """The rows of each chunk of a prompt that follows on the tokens `before`, in order; close what is left early.
 

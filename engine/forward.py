@@ -43,19 +43,20 @@ class BatchInvariant(Forward):
 
     def step(self, chunks: Sequence[Chunk], rows: Rows | None) -> torch.Tensor:
         """See `Forward`."""
-        parts = [part for state, tokens in chunks for part in _parts(state, tokens)]
-        values = None if rows is None else rows.values().split([len(tokens) for _, tokens in parts])
-        hidden = []
-        for i, part in enumerate(parts):
+        values = None if rows is None else rows.values()
+        hidden, start = [], 0
+        for part in (part for state, tokens in chunks for part in _parts(state, tokens)):
+            stop = start + len(part[1])
             # In memory of its own, which begins where memory of any size does.
-            own = None if values is None else _There(values[i].clone())
+            own = None if values is None else _There(values[start:stop].clone())
             hidden.append(self.model.step(Ubatch.of([part], self.model.device), own))
+            start = stop
         return torch.cat(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward`."""
         with torch.inference_mode():
-            return torch.cat([self.model.logits(row.clone()) for row in hidden.split(1)])
+            return torch.cat([self.model.logits(row[None].clone()) for row in hidden])
 
 
 class _There:

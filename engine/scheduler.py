@@ -25,9 +25,9 @@ from lazyio.engine.sampling import choose_each
 from lazyio.engine.waits import Wait
 from lazyio.errors import NoRoom
 
-# Queued prompts are read ahead as long as their first chunks have no more tokens together than that many chunks of the
-# most tokens: all rows that are held must have room in the table's budget.
-_CHUNKS_AHEAD = 16
+# Queued prompts are read ahead until their rows would take so much of what the table has room for: one part in so many.
+# The rest is for the prompts that are being computed, which come behind them in the queue of reads.
+_ROOM_OF_QUEUE = 2
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Scheduler:
     ) -> None:
         self._forward, self._feed, self._admission, self._parallel = forward, feed, admission, parallel
         self._planner = Planner(feed, limits)
-        self._room_ahead = _CHUNKS_AHEAD * limits.mixed
+        self._room_ahead = 0 if feed is None else feed.tokens_ahead // _ROOM_OF_QUEUE
         self._queue: deque[Request] = deque()
         self._lanes: list[Request] = []
         self._asked = Asked()
@@ -72,12 +72,11 @@ class Scheduler:
         """
         self._admission.fits_ever(len(request.prompt) + request.plan.max_tokens)
         request.meter.begin()
-        self._queue.append(request)
-        try:
+        with self._at_work():
+            self._queue.append(request)
             self._read_ahead()
-        except BaseException:
-            self.cancel(request)
-            raise
+        if request.error is not None:
+            raise request.error
 
     def cancel(self, request: Request) -> None:
         """End a request where it is. It never waits, and harms nothing when the request has ended."""
@@ -96,6 +95,7 @@ class Scheduler:
             self._sweep()
             self._seat()
             batch = self._next()
+            self._read_ahead()
             if batch is not None and batch.planned.error is not None:
                 self._end_all([chunk.request for chunk in batch.planned.chunks], batch.planned.error)
                 batch = Batch(batch.stepping, Planned())
@@ -143,21 +143,23 @@ class Scheduler:
             self._lanes.append(self._queue.popleft())
             request.meter.seated()
         self.counts.most_lanes = max(self.counts.most_lanes, len(self._lanes))
-        self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Ask for the rows that queued prompts begin with, the next ones first."""
         if self._feed is None or not self._feed.lookahead:
             return
-        room = self._room_ahead - sum(len(each.first) for each in self._lanes if each.first is not None)
-        for request in self._queue:
+        room = self._room_ahead
+        for request in tuple(self._queue):
             alone = not self._lanes and request is self._queue[0]
             tokens = self._planner.first_of(request, alone=alone)
             room -= tokens if request.first is None else len(request.first)
             if room < 0 and not alone:
                 return
             if request.first is None:
-                request.first = self._feed.ahead([(request.prompt[:tokens], None)])
+                try:
+                    request.first = self._feed.ahead([(request.prompt[:tokens], None)])
+                except Exception as error:
+                    self._end(request, error)
 
     def _end_all(self, requests: Sequence[Request], error: Exception | None) -> None:
         for request in requests:
@@ -201,8 +203,8 @@ class Scheduler:
             self._end_all(batch.requests, error)
             return
         done = time.perf_counter()
-        for place, error in ({} if rows is None else rows.failed).items():
-            self._end(batch.owner(place), error)
+        for place, failure in ({} if rows is None else rows.failed).items():
+            self._end(batch.owner(place), failure)
         self._go_on(requests, tokens)
         seconds = time.perf_counter() - began
         _note(batch, Wait() if rows is None else rows.wait, seconds, done - awaited)

@@ -79,6 +79,7 @@ class Prefetcher:
         self.limit_bytes = limit_bytes
         # Rows that go to a cache are there twice between their read and that.
         self._most_bytes_per_id = row_bytes * (1 if cached is None else 2) + _INDEX_BYTES
+        self.most_ids = limit_bytes // self._most_bytes_per_id  # that have room at once, were all rows distinct
         self._closed = False
         self._begin()
         renew_in_child(self)

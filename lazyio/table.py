@@ -104,6 +104,11 @@ class LazyTable:
         return self.spec.row_bytes
 
     @property
+    def rows_ahead(self) -> int:
+        """Rows that tickets can have read and not taken at once, within the budget."""
+        return self._prefetcher.most_ids
+
+    @property
     def row_values(self) -> int:
         """Values of a row; 0 where this package does not know the type."""
         return self.spec.row_values

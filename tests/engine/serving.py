@@ -1,0 +1,165 @@
+"""A model, rows and memory for the scheduler that cost nothing and write down what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lazyio.engine.account import Meter
+from lazyio.engine.planning import Limits
+from lazyio.engine.request import Request
+from lazyio.engine.sampling import Sampler, Sampling
+from lazyio.engine.scheduler import Scheduler
+from lazyio.engine.writing import Plan, Writing
+from lazyio.errors import NoRoom, ReadError
+
+VOCAB = 300
+BROKEN, UNREADABLE = 280, 299  # tokens whose logits are no numbers, and whose rows can't be read
+
+
+def unreadable() -> ReadError:
+    return ReadError("bad sector", path="rows", offset=0, wanted=1, got=None)
+
+
+class Kept:
+    """The state of a sequence: its tokens."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+
+class Counting:
+    """A model that goes on counting: after a token comes the next number. A sequence's tokens must come in order."""
+
+    def __init__(self) -> None:
+        self.ubatches: list[list[tuple[Kept, list[int]]]] = []
+        self.exploding: set[int] = set()  # ubatches whose forward pass fails
+
+    def step(self, chunks: Sequence[tuple[Any, Sequence[int]]], rows: Any) -> torch.Tensor:
+        self.ubatches.append([(state, list(tokens)) for state, tokens in chunks])
+        assert len({id(state) for state, _ in chunks}) == len(chunks)
+        if len(self.ubatches) - 1 in self.exploding:
+            raise RuntimeError("out of something")
+        known = [token for _, tokens in chunks for token in tokens]
+        if rows is not None:
+            values = rows.values()[:, 0].tolist()
+            assert all(value in (token, 0) for value, token in zip(values, known, strict=True))
+        for state, tokens in chunks:
+            state.seen += tokens
+        return torch.tensor(known, dtype=torch.float32)[:, None]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden[:, 0].long()
+        logits = torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).float()
+        logits[tokens == BROKEN] = torch.nan
+        return logits
+
+
+class Memory:
+    """So many tokens of state in all."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.free = room, room
+        self.seated: list[int] = []
+
+    def fits_ever(self, tokens: int) -> None:
+        assert tokens <= self.room
+
+    def seat(self, prompt_tokens: int, max_tokens: int) -> Any:
+        if prompt_tokens + max_tokens > self.free:
+            raise NoRoom("wait")
+        self.free -= prompt_tokens + max_tokens
+        self.seated.append(prompt_tokens + max_tokens)
+        return SimpleNamespace(state=Kept(), tokens=prompt_tokens + max_tokens)
+
+    def release(self, seat: Any) -> None:
+        self.free += seat.tokens
+
+
+class Asked:
+    """Rows whose only value is their token."""
+
+    def __init__(self, tokens: list[int], log: list[Asked]) -> None:
+        self.ids = np.array(tokens)[:, None]
+        self.exposed_s, self.stall_events = 0.5, None
+        self.taken = self.cancelled = False
+        log.append(self)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def values(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert not self.taken
+        assert not self.cancelled
+        self.taken = True
+        if UNREADABLE in self.ids:
+            raise unreadable()
+        values = torch.from_numpy(self.ids).float()
+        return values if out is None else out.copy_(values)
+
+    def send(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Rows:
+    """What feeds the scheduler; `context` tokens before must be given with each, if there are so many."""
+
+    def __init__(self, lookahead: int = 2, context: int = 2, tokens_ahead: int = 1000) -> None:
+        self.lookahead, self.tokens_ahead = lookahead, tokens_ahead
+        self.row_ids = SimpleNamespace(context=context)
+        self.asked: list[Asked] = []
+        self.steps: list[list[int]] = []
+        self.refusing = False
+        self.beginnings: set[int] = set()  # first tokens of prompts
+
+    def ahead(self, sequences: Any) -> Asked:
+        return Asked(self._checked(sequences), self.asked)
+
+    def step(self, sequences: Any) -> Asked:
+        if self.refusing:
+            raise unreadable()
+        self.steps.append(self._checked(sequences))
+        return Asked(self.steps[-1], self.asked)
+
+    def again(self, rows: Asked, some: slice) -> Asked:
+        return Asked(rows.ids[some, 0].tolist(), self.asked)
+
+    def empty(self, tokens: int) -> torch.Tensor:
+        return torch.full((tokens, 1), torch.nan)
+
+    def _checked(self, sequences: Any) -> list[int]:
+        found: list[int] = []
+        for tokens, before in sequences:
+            first, known = int(tokens[0]), list(before or [])
+            if self.beginnings:
+                assert len(known) == self.row_ids.context or first in self.beginnings or known[0] in self.beginnings
+            assert known == list(range(first - len(known), first)), "prompts in these tests count"
+            found += [int(token) for token in tokens]
+        return found
+
+
+def request_of(prompt: Sequence[int], max_tokens: int = 4, ubatch: int = 8, **plan: Any) -> Request:
+    cuts = [min(ubatch, len(prompt) - start) for start in range(0, len(prompt), ubatch)]
+    made = Plan(list(prompt), cuts, max_tokens, plan.get("stop_ids", ()), plan.get("stop_strings", ()))
+    meter = Meter(len(prompt), None, on_cuda=False)
+    return Request(made, Sampler(Sampling(), VOCAB), Writing(made, plan.get("text")), meter)
+
+
+def serving(
+    *, parallel: int = 4, ubatch: int = 8, mixed: int = 3, room: int = 10_000, rows: Rows | None = None
+) -> tuple[Scheduler, Counting, Memory]:
+    model, memory = Counting(), Memory(room)
+    feed: Any = rows
+    return Scheduler(model, feed, memory, Limits(ubatch, mixed), parallel), model, memory  # type: ignore[arg-type]
+
+
+def run(scheduler: Scheduler) -> None:
+    while scheduler.step():
+        pass
