@@ -73,10 +73,10 @@ class LLM:
         `table` is where the table lies, if not in the same checkpoint. `device` is cpu or cuda, by default cuda if
         there is one; `dtype` float32, bfloat16 or float16, by default float32 on the CPU and the checkpoint's own on
         cuda. `load_format` dummy reads no weights and takes random ones, of the first `layers` layers if that is given.
-        `lazy_mode`, `lookahead`, `ubatch`, `parallel`, `weights`, `trunk` and the other options are settings, which come
-        from the environment where they are None; docs/settings.md lists them. `before_loading` is called with this object when
-        all but its weights is known, for calls of `check` and `text`, so that what is wrong with a prompt is said
-        without waiting for them. `progress` is called with the bytes loaded and all there are.
+        `lazy_mode`, `lookahead`, `ubatch`, `parallel`, `weights`, `trunk` and the other options are settings, which
+        come from the environment where they are None; docs/settings.md lists them. `before_loading` is called with this
+        object when all but its weights is known, for calls of `check` and `text`, so that what is wrong with a prompt
+        is said without waiting for them. `progress` is called with the bytes loaded and all there are.
 
         Raises ModelError for a checkpoint that can't be used, or a table that is not the model's; NeverFits where
         memory does not suffice; SettingError for a setting that is malformed or would be ignored; Unsupported for a
