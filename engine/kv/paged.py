@@ -44,7 +44,7 @@ class Paged:
 
         Raises NeverFits for more than there is memory for, and for a pool that is too small for one page of tokens.
         """
-        layout, weights = Layout(model), sum(parameter.nbytes for parameter in model.parameters())
+        layout, weights = Layout(model), model.weights_bytes
         free = _free_bytes(model.device)
         if pages is None:
             needed = -(-(model.max_tokens + 1) // PAGE) + layout.run_pages

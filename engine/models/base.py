@@ -71,6 +71,14 @@ class Model(nn.Module, abc.ABC):
         assert isinstance(embedding, Embedding)
         return embedding.dtype
 
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights that it holds, packed ones too."""
+        modules = (module for module in self.modules() if hasattr(module, "packs"))
+        held = {id(weight): weight for module in modules for weight in (getattr(module, n) for n in module.packs)}
+        values = {id(parameter): parameter for parameter in self.parameters()}
+        return sum(weight.nbytes for weight in {**held, **values}.values())
+
     def dtype_of(self, parameter: str, dtype: torch.dtype) -> torch.dtype:
         """That of a parameter in a model of `dtype`."""
         return torch.float32 if parameter in self.float32 else dtype
