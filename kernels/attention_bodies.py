@@ -1,0 +1,177 @@
+"""What the GPU does for attention: the bodies of kernels/sparse_attention.py, which launches them.
+
+A program takes some tokens in a row, with all query heads that share a head of keys: the keys that it loads serve them
+all. It goes over these keys a tile at a time, with the softmax kept up to date: `most` is the highest score so far in
+powers of 2, `total` the sum of the weights, `found` that of the weighted values. Source: Dao et al., FlashAttention.
+"""
+
+# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from lazyio.kernels.block_selection import BITS as _BITS
+
+BITS = tl.constexpr(_BITS)
+
+
+@triton.jit(do_not_specialize=["tokens", "before", "span", "capacity"])
+def attend(
+    q: tl.tensor,  # [tokens, HEADS, DIM]
+    k: tl.tensor,  # [keys, HEADS / EACH, DIM]
+    v: tl.tensor,
+    entries: tl.tensor,  # int32 [groups, capacity]: the blocks that tokens of a group see, where SELECTED
+    counts: tl.tensor,  # int32 [groups]
+    out: tl.tensor,  # [tokens, HEADS, DIM]
+    partial: tl.tensor,  # float32 [groups, HEADS / EACH, parts, ROWS, DIM], where SPLIT
+    weights: tl.tensor,  # float32 [groups, HEADS / EACH, parts, 2, ROWS]
+    tokens: tl.tensor,
+    before: tl.tensor,  # tokens of the sequence before the first of these
+    span: tl.tensor,  # keys of a part, a multiple of KEYS
+    capacity: tl.tensor,
+    scale: tl.tensor,  # of the scores, in powers of 2
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,  # query heads that share a head of keys
+    DIM: tl.constexpr,
+    Q_STRIDE: tl.constexpr,  # elements from a token to the next
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,  # tokens
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    RATIO: tl.constexpr,  # tokens of a block
+    SELECTED: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    """Of a group of tokens, a head of keys and a part of the keys that they see."""
+    group = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys first
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
+    token = group * GROUP + row // EACH
+    live = (row < GROUP * EACH) & (token < tokens)
+    head = tl.program_id(1) * EACH + row % EACH
+    place = token.to(tl.int64)[:, None] * Q_STRIDE + head[:, None] * DIM + dim[None, :]
+    queries = tl.load(q + place, mask=live[:, None], other=0.0)
+    k += tl.program_id(1) * DIM
+    v += tl.program_id(1) * DIM
+    last = before + token
+    end = before + tl.minimum((group + 1) * GROUP, tokens)
+    start = tl.program_id(2) * span
+    found = tl.zeros((ROWS, DIM), tl.float32)
+    most, total = tl.full((ROWS,), -1e30, tl.float32), tl.zeros((ROWS,), tl.float32)
+    if SELECTED:
+        entries += group.to(tl.int64) * capacity
+        stop = tl.minimum(start + span, tl.load(counts + group) * RATIO)
+        for at in range(start, stop, KEYS):
+            slot = at + tl.arange(0, KEYS)
+            entry = tl.load(entries + slot // RATIO, mask=slot < stop, other=0)
+            position = (entry >> BITS) * RATIO + slot % RATIO
+            sees = (entry[None, :] >> (row // EACH)[:, None]) & 1
+            allowed = (sees != 0) & (position[None, :] <= last[:, None])
+            found, most, total = _tile(
+                queries, k, v, position, end, allowed, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, True
+            )
+    else:
+        stop = tl.minimum(start + span, end)
+        # Up to here all tokens see all keys.
+        whole = tl.minimum(stop, before + group * GROUP + 1)
+        whole = tl.maximum(start, start + (whole - start) // KEYS * KEYS)
+        for at in range(start, whole, KEYS):
+            position = at + tl.arange(0, KEYS)
+            found, most, total = _tile(
+                queries, k, v, position, end, position, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, False
+            )
+        for at in range(whole, stop, KEYS):
+            position = at + tl.arange(0, KEYS)
+            allowed = (position[None, :] <= last[:, None]) & (position[None, :] < stop)
+            found, most, total = _tile(
+                queries, k, v, position, end, allowed, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, True
+            )
+    if SPLIT:
+        part = (group * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+        part = part.to(tl.int64)
+        tl.store(partial + part * (ROWS * DIM) + row[:, None] * DIM + dim[None, :], found)
+        tl.store(weights + part * (2 * ROWS) + row, most)
+        tl.store(weights + part * (2 * ROWS) + ROWS + row, total)
+    else:
+        found = found / total[:, None]
+        place = token.to(tl.int64)[:, None] * (HEADS * DIM) + head[:, None] * DIM + dim[None, :]
+        tl.store(out + place, found.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _tile(
+    queries: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    position: tl.tensor,  # [KEYS], in the sequence
+    end: tl.tensor,  # of the positions that have keys
+    allowed: tl.tensor,  # bool [ROWS, KEYS], where MASKED
+    found: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    scale: tl.tensor,
+    DIM: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """`found`, `most` and `total` with a tile of keys more."""
+    dim = tl.arange(0, DIM)
+    place = _row_of(position).to(tl.int64)[:, None]
+    if MASKED:
+        # What lies behind the end was never written, and 0 times that need not be 0.
+        there = (position < end)[:, None]
+        keys = tl.load(k + place * K_STRIDE + dim[None, :], mask=there, other=0.0)
+        values = tl.load(v + place * V_STRIDE + dim[None, :], mask=there, other=0.0)
+    else:
+        keys = tl.load(k + place * K_STRIDE + dim[None, :])
+        values = tl.load(v + place * V_STRIDE + dim[None, :])
+    scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
+    if MASKED:
+        scores = tl.where(allowed, scores, float("-inf"))
+    highest = tl.maximum(most, tl.max(scores, 1) * scale)
+    weight = tl.exp2(scores * scale - highest[:, None])
+    fades = tl.exp2(most - highest)
+    total = total * fades + tl.sum(weight, 1)
+    found = tl.dot(weight.to(values.dtype), values, found * fades[:, None], input_precision="tf32x3")
+    return found, highest, total
+
+
+@triton.jit
+def _row_of(position: tl.tensor) -> tl.tensor:
+    """Where in a cache the key at a position of the sequence lies: in a window, at its position."""
+    return position
+
+
+@triton.jit(do_not_specialize=["parts"])
+def combine(
+    partial: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    parts: tl.tensor,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of 2, no less than the parts
+    WIDTH: tl.constexpr,  # dimensions that a program takes
+) -> None:
+    """The output of one token and head from its parts, some dimensions of it."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    row = token % GROUP * EACH + head % EACH
+    place = (token // GROUP * (HEADS // EACH) + head // EACH).to(tl.int64) * parts
+    part = tl.arange(0, PARTS)
+    dim = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    there = part < parts
+    most = tl.load(weights + (place + part) * (2 * ROWS) + row, mask=there, other=-1e30)
+    total = tl.load(weights + (place + part) * (2 * ROWS) + ROWS + row, mask=there, other=0.0)
+    factor = tl.exp2(most - tl.max(most, 0))
+    of_parts = partial + ((place + part) * ROWS + row)[:, None] * DIM + dim[None, :]
+    found = tl.sum(tl.load(of_parts, mask=there[:, None], other=0.0) * factor[:, None], 0)
+    found = found / tl.sum(total * factor, 0)
+    tl.store(out + (token.to(tl.int64) * HEADS + head) * DIM + dim, found.to(out.dtype.element_ty))

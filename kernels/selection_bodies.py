@@ -1,0 +1,106 @@
+"""What the GPU does to select blocks of keys: the bodies of `select_blocks`, which launches them.
+
+`score` gives each query a score for each block it may see, `choose` finds the best of a query's, `unite` lists the
+blocks that any of some queries in a row has chosen. Source of the rule: see engine/layers/block_selection.py.
+"""
+
+# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "before"])
+def score(
+    queries: tl.tensor,  # [tokens, HEADS, DIM]
+    keys: tl.tensor,  # [blocks, DIM]
+    scores: tl.tensor,  # float32 [tokens, width]
+    tokens: tl.tensor,
+    blocks: tl.tensor,
+    before: tl.tensor,  # tokens of the sequence before the first of these
+    width: tl.tensor,
+    RATIO: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OPERAND: tl.constexpr,  # dtype that they are multiplied in
+) -> None:
+    """Of some queries and blocks: the sum over heads, in order, of relu(q . k). What no query sees is left as it is."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    end = before + tl.minimum((tl.program_id(1) + 1) * ROWS, tokens)
+    if tl.program_id(0) * COLUMNS < end // RATIO:
+        dim = tl.arange(0, DIM)
+        row, column = row.to(tl.int64), column.to(tl.int64)
+        of_blocks = tl.load(keys + column[:, None] * DIM + dim[None, :], mask=column[:, None] < blocks, other=0.0)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for head in tl.static_range(HEADS):
+            place = queries + row[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
+            of_queries = tl.load(place, mask=row[:, None] < tokens, other=0.0)
+            found = tl.dot(of_queries.to(OPERAND), tl.trans(of_blocks.to(OPERAND)), input_precision="tf32x3")
+            total += tl.maximum(found, 0.0)
+        inside = (row[:, None] < tokens) & (column[None, :] < blocks)
+        tl.store(scores + row[:, None] * width + column[None, :], total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["before", "count"])
+def choose(
+    scores: tl.tensor,  # float32 [tokens, width]
+    chosen: tl.tensor,  # int8 [tokens, width]
+    before: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    RATIO: tl.constexpr,
+    TILE: tl.constexpr,  # a power of 2, no less than the columns
+) -> None:
+    """Which blocks a query sees: the best of the complete ones, and the one that it lies in if that isn't complete."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    length = before + tl.program_id(0) + 1
+    complete = length // RATIO
+    visible = column < complete
+    found = tl.load(scores + token * width + column, mask=visible, other=0.0)
+    # Floats that are not negative have the order of their bits as integers.
+    bits = tl.where(found > 0.0, found, 0.0).to(tl.int32, bitcast=True)
+    bits = tl.where(visible, bits, -1)
+    lowest = tl.full((), 0, tl.int32)  # of the best: as high as leaves enough that are as high
+    for bit in range(31):
+        higher = lowest | (1 << (30 - bit))
+        enough = tl.sum((bits >= higher).to(tl.int32), 0) >= count
+        lowest = tl.where(enough, higher, lowest)
+    above, equal = bits > lowest, bits == lowest
+    room = count - tl.sum(above.to(tl.int32), 0)
+    best = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    tail = (column == complete) & (length % RATIO != 0)
+    tl.store(chosen + token * width + column, (best | tail).to(tl.int8), mask=column < width)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def unite(
+    chosen: tl.tensor,  # int8 [tokens, width]
+    entries: tl.tensor,  # int32 [groups, capacity]
+    counts: tl.tensor,  # int32 [groups]
+    tokens: tl.tensor,
+    width: tl.tensor,
+    capacity: tl.tensor,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,  # of an entry, that say which tokens of the group see the block
+    TILE: tl.constexpr,
+) -> None:
+    """The blocks that any token of a group sees, in ascending order, each with the tokens that do."""
+    group = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    sees = tl.zeros((TILE,), tl.int32)
+    for i in range(GROUP):
+        token = group * GROUP + i
+        columns = tl.where(token < tokens, width, 0)
+        sees |= tl.load(chosen + token * width + column, mask=column < columns, other=0).to(tl.int32) << i
+    seen = sees != 0
+    place = tl.cumsum(seen.to(tl.int32), 0) - 1
+    tl.store(entries + group * capacity + place, (column << BITS) | sees, mask=seen)
+    tl.store(counts + group, tl.sum(seen.to(tl.int32), 0))
