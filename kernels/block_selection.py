@@ -252,7 +252,7 @@ def _two_scores(device: torch.device, seed: int) -> Arguments:
 
 def _cases() -> list[Case[Arguments]]:
     true: dict[str, Any] = {"count": 512, "heads": 4, "dim": 128, "group": 5}
-    sizes = {
+    sizes: dict[str, dict[str, Any]] = {
         "a sequence from its start": {"tokens": 50, "before": 0},
         "a chunk": {"tokens": 23, "before": 118, "planted": True},
         "from fewer blocks than may be seen to more": {"tokens": 20, "before": 24},

@@ -31,12 +31,11 @@ def score(
     OPERAND: tl.constexpr,  # dtype that they are multiplied in
 ) -> None:
     """Of some queries and blocks: the sum over heads, in order, of relu(q . k). What no query sees is left as it is."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     end = before + tl.minimum((tl.program_id(1) + 1) * ROWS, tokens)
     if tl.program_id(0) * COLUMNS < end // RATIO:
         dim = tl.arange(0, DIM)
-        row, column = row.to(tl.int64), column.to(tl.int64)
         of_blocks = tl.load(keys + column[:, None] * DIM + dim[None, :], mask=column[:, None] < blocks, other=0.0)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for head in tl.static_range(HEADS):

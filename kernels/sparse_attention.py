@@ -39,8 +39,8 @@ class Config:
 
 #: For a dtype and more than one token, to all keys or to selected ones; and for one token. Chosen for 24 heads of 256,
 #: 2 of keys, on an H200.
-CAUSAL = {2: Config(128, 64, 8, 3), 4: Config(32, 32, 4, 1)}
-SELECTED = {2: Config(64, 64, 4, 3), 4: Config(32, 32, 4, 1)}
+CAUSAL = {2: Config(128, 64, 8, 2), 4: Config(32, 32, 4, 1)}
+SELECTED = {2: Config(64, 64, 8, 3), 4: Config(32, 32, 4, 1)}
 STEP = {2: Config(16, 64, 4, 2), 4: Config(16, 32, 4, 1)}
 
 
@@ -49,10 +49,10 @@ def supports(heads: int, kv_heads: int, dim: int) -> bool:
     return dim in _DIMS and heads % kv_heads == 0 and heads // kv_heads <= _MOST_EACH
 
 
-def group_of(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype) -> int:
-    """Of how many tokens `attend_selected` takes the blocks from one list: the `group` of its Selected."""
+def group_of(tokens: int, each: int, dtype: torch.dtype) -> int:
+    """Of how many tokens `attend_selected` takes the blocks from one list, `each` heads sharing one of keys."""
     config = (STEP if tokens == 1 else SELECTED)[dtype.itemsize]
-    return min(BITS, tokens, max(1, config.rows // (heads // kv_heads)))
+    return min(BITS, tokens, max(1, config.rows // each))
 
 
 def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
@@ -199,7 +199,7 @@ class Arguments:
         mask.scatter_(1, chance.topk(min(count, len(block))).indices, True)
         mask &= chance > -math.inf
         mask |= (block == length // ratio) & (length % ratio != 0)
-        selected = Selected.of(mask, group_of(tokens, *heads, dtype), ratio)
+        selected = Selected.of(mask, group_of(tokens, heads[0] // heads[1], dtype), ratio)
         return cls(q, k, v, selected, dim**-0.5)
 
     def found(self) -> list[torch.Tensor]:

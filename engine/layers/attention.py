@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from lazyio.kernels.contract import usable
+from lazyio.kernels.sparse_attention import attend_causal, supports
+
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, allowed: torch.Tensor | None
@@ -21,6 +24,14 @@ def attend(
     mask = allowed[None, None]
     out = functional.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, scale=scale)
     return out[0].transpose(0, 1)
+
+
+def attend_before(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """`attend` of the last tokens of k and v, of each to the keys up to its own."""
+    tokens, heads, dim = q.shape
+    if tokens > 1 and usable(q.device) and supports(heads, k.shape[1], dim):
+        return attend_causal(q, k, v, scale=scale)
+    return attend(q, k, v, scale=scale, allowed=causal(tokens, len(k), q.device))
 
 
 def _attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: int, scale: float) -> torch.Tensor:

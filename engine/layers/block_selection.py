@@ -22,6 +22,9 @@ from lazyio.engine.layers.norm import RmsNorm
 from lazyio.engine.layers.rope import Rope, rotate
 from lazyio.engine.state import Composite, Growing, Recent
 from lazyio.engine.ubatch import Span
+from lazyio.kernels.block_selection import Selected, select_blocks, supports
+from lazyio.kernels.contract import usable
+from lazyio.kernels.sparse_attention import group_of
 
 # Scores are computed for so many queries at a time that no more of them exist at once.
 _MOST_SCORES = 2**24
@@ -38,9 +41,15 @@ class BlockKeys(Composite):
 class BlockSelection(nn.Module):
     """The mask of block-sparse attention, from keys and queries of its own."""
 
-    def __init__(self, hidden: int, heads: int, dim: int, budget: int, ratio: int, rope: Rope, eps: float) -> None:
-        """`budget` is in tokens, a multiple of `ratio`; `rope` rotates no more than `dim` dimensions."""
+    def __init__(
+        self, hidden: int, heads: int, dim: int, budget: int, ratio: int, rope: Rope, eps: float, each: int = 0
+    ) -> None:
+        """`budget` is in tokens, a multiple of `ratio`; `rope` rotates no more than `dim` dimensions.
+
+        `each` heads of queries share one of keys in an attention that has a kernel for blocks; 0 is one that has none.
+        """
         super().__init__()
+        self._each = each
         self.heads, self.dim, self.budget, self.ratio, self.rope = heads, dim, budget, ratio, rope
         self.index_qk_proj = Linear(hidden, (heads + 1) * dim)
         self.q_layernorm = RmsNorm(dim, eps, offset=1.0)
@@ -51,17 +60,23 @@ class BlockSelection(nn.Module):
         complete = Growing(capacity // self.ratio, self.dim, dtype=dtype, device=device)
         return BlockKeys(complete, Recent(self.ratio - 1, self.dim, dtype=dtype, device=device))
 
-    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], span: Span) -> torch.Tensor | None:
+    def forward(
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], span: Span
+    ) -> torch.Tensor | Selected | None:
         """Which keys the tokens of a span may see: bool [tokens, keys], or None where all up to each token.
 
         x [tokens, hidden] and angles [tokens, 1, rotated / 2] are those of the span. With `budget / ratio` complete
-        blocks or fewer, none is left out.
+        blocks or fewer, none is left out. Where there are kernels, no mask is made, but lists of blocks.
         """
         queries, raw = self.index_qk_proj(x).split([self.heads * self.dim, self.dim], -1)
         blocks = self._blocks(raw, span)
         if len(blocks) <= self.budget // self.ratio:
             return None
         queries = rotate(self.q_layernorm(queries.view(-1, self.heads, self.dim)), angles)
+        if self._each and usable(x.device) and supports(self.dim, len(blocks)):
+            sizes = {"count": self.budget // self.ratio, "ratio": self.ratio}
+            group = group_of(span.length, self._each, x.dtype)
+            return select_blocks(queries, blocks, span.before, group=group, **sizes)
         return self._allowed(queries, blocks, span)
 
     def _blocks(self, raw: torch.Tensor, span: Span) -> torch.Tensor:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lazyio.engine.layers.attention import attend, causal
+from lazyio.engine.layers.attention import attend, attend_before
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import RmsNorm
 from lazyio.engine.layers.rope import rotate
 from lazyio.engine.state import Composite, Growing
 from lazyio.engine.ubatch import Span, Ubatch
+from lazyio.kernels.block_selection import Selected
+from lazyio.kernels.sparse_attention import attend_selected
 
 
 @dataclass(slots=True)
@@ -39,8 +41,8 @@ class GatedAttention(nn.Module):
     ) -> None:
         """`selection(x, angles, span)`, of one span's part of both, gives the allowed keys, bool [tokens, keys].
 
-        It may give None where all keys up to each token are allowed, as they are without a `selection`. Its parameters
-        are below the name "indexer".
+        It may give None where all keys up to each token are allowed, as they are without a `selection`, and Selected
+        where there is a kernel for its blocks. Its parameters are below the name "indexer".
         """
         super().__init__()
         self.q_proj = Linear(hidden, 2 * heads * head_dim)
@@ -82,6 +84,9 @@ class GatedAttention(nn.Module):
         if self.indexer is not None:
             cos, sin = angles
             allowed = self.indexer(x[here], (cos[here], sin[here]), span)
+        scale = self._head_dim**-0.5
         if allowed is None:
-            allowed = causal(span.length, len(keys), x.device)
-        return attend(q[here], keys, values, scale=self._head_dim**-0.5, allowed=allowed)
+            return attend_before(q[here], keys, values, scale=scale)
+        if isinstance(allowed, Selected):
+            return attend_selected(q[here], keys, values, allowed, scale=scale)
+        return attend(q[here], keys, values, scale=scale, allowed=allowed)

@@ -27,6 +27,7 @@ from lazyio.engine.models.qwen import (
     rope,
 )
 from lazyio.engine.ubatch import Rows, Ubatch
+from lazyio.kernels.sparse_attention import supports
 
 # What a configuration means by a key that it leaves out. Source: `Qwen4ExpTextConfig` of transformers.
 # What versions of transformers call full layers, which select blocks of keys, in files that they write.
@@ -163,6 +164,7 @@ def _selection(config: Config, of_heads: Rope) -> BlockSelection:
         raise config.error("indexer_head_dim", f"it must be {of_heads.dims} or more, as many as are rotated of a head")
     if budget % ratio:
         raise config.error("indexer_budget", f"it must be a multiple of indexer_compress_ratio, {ratio}")
-    return BlockSelection(
-        config.integer("hidden_size"), heads, dim, budget, ratio, of_heads, config.number("rms_norm_eps")
-    )
+    q_heads, kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads")
+    each = q_heads // kv_heads if supports(q_heads, kv_heads, config.integer("head_dim")) else 0
+    hidden, eps = config.integer("hidden_size"), config.number("rms_norm_eps")
+    return BlockSelection(hidden, heads, dim, budget, ratio, of_heads, eps, each)

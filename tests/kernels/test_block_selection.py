@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lazyio.engine.layers import block_selection as layer_module
+from lazyio.engine.layers.block_selection import BlockSelection, best, scores
+from lazyio.engine.layers.rope import Rope
+from lazyio.engine.state import State
+from lazyio.engine.ubatch import Span
+from lazyio.errors import Unsupported
+from lazyio.kernels import block_selection
+from lazyio.kernels.block_selection import (
+    BITS,
+    Arguments,
+    Selected,
+    _choose,
+    block_scores,
+    reference,
+    select_blocks,
+    supports,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows in the interpreter
+CPU = torch.device("cpu")
+
+
+def random(tokens: int, before: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Arguments:
+    given = Arguments.random(device, 4, tokens, before, dtype=dtype)
+    made = torch.Generator(device).manual_seed(5)
+    queries, keys = (torch.randn(x.shape, generator=made, device=device) for x in (given.queries, given.keys))
+    return replace(given, queries=queries.to(dtype), keys=keys.to(dtype))
+
+
+def visible(tokens: int, before: int, columns: int, device: torch.device, ratio: int = 4) -> torch.Tensor:
+    length = before + 1 + torch.arange(tokens, device=device)[:, None]
+    return torch.arange(columns, device=device) < length // ratio
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 23, 90])
+def test_scores_are_those_of_the_layer(tokens: int, dtype: torch.dtype, device: torch.device):
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter does not multiply bfloat16")
+    given = random(tokens, 211, device, dtype)
+    found = block_scores(given.queries, given.keys, 211, ratio=4, width=80)
+    expected = scores(given.queries, given.keys)
+    seen = visible(tokens, 211, len(given.keys), device)
+    torch.testing.assert_close(found[:, : len(given.keys)][seen], expected[seen], rtol=1e-5, atol=1e-5)
+
+
+def with_ties(kind: str, tokens: int, columns: int, device: torch.device) -> torch.Tensor:
+    made = torch.Generator(device).manual_seed(6)
+    if kind == "floats":
+        return torch.randn(tokens, columns, generator=made, device=device).relu_()
+    if kind == "integers":
+        return torch.randint(0, 5, (tokens, columns), generator=made, device=device).float()
+    if kind == "zeros":
+        return torch.zeros(tokens, columns, device=device)
+    # All floats there are have a place: infinite, the largest, those that are not normal.
+    few = torch.tensor([0.0, 1e-45, 3e-39, 1e-30, 1.0, 3.4028234e38, float("inf")], device=device)
+    return few[torch.randint(0, len(few), (tokens, columns), generator=made, device=device)]
+
+
+@pytest.mark.parametrize("kind", ["floats", "integers", "zeros", "extremes"])
+@pytest.mark.parametrize("count", [1, 16, 37])
+def test_of_given_scores_the_best_are_those_of_the_layer(kind: str, count: int, device: torch.device):
+    tokens, before, width = 11, 190, 64
+    given = with_ties(kind, tokens, width, device)
+    found = _choose(given, before, count, 4) != 0
+    seen = visible(tokens, before, width, device)
+    expected = (best(given.masked_fill(~seen, -1), count)) & seen
+    length = before + 1 + torch.arange(tokens, device=device)[:, None]
+    tail = (torch.arange(width, device=device) == length // 4) & (length % 4 != 0)
+    assert torch.equal(found, expected | tail)
+
+
+def test_queries_are_taken_in_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    given = random(23, 118, device)
+    whole = given.results(select_blocks)
+    sizes = []
+
+    def counted(queries: torch.Tensor, *others: object, **sizes_: object) -> torch.Tensor:
+        sizes.append(len(queries))
+        return block_scores(queries, *others, **sizes_)
+
+    monkeypatch.setattr(block_selection, "_MOST_SCORES", 48 * 7)
+    monkeypatch.setattr(block_selection, "block_scores", counted)
+    for found, expected in zip(given.results(select_blocks), whole, strict=True):
+        assert torch.equal(found, expected)
+    assert sizes == [6, 6, 6, 5]  # whole groups of 3
+
+
+@pytest.mark.parametrize("group", [1, 3, BITS])
+def test_lists_say_what_a_mask_says(group: int):
+    made = torch.Generator().manual_seed(7)
+    mask = torch.rand(14, 50, generator=made) < 0.2
+    mask[3] = False
+    lists = Selected.of(mask, group, 4)
+    assert torch.equal(lists.mask(50), mask)
+    for i, of_some in enumerate(mask.split(group)):
+        entries = lists.entries[i, : int(lists.counts[i])]
+        assert (entries >> BITS).tolist() == of_some.any(0).nonzero().flatten().tolist()
+
+
+def test_within_the_budget_all_blocks_are_seen(device: torch.device):
+    given = random(3, 32, device)
+    mask, _ = given.results(select_blocks)
+    assert torch.equal(mask != 0, torch.arange(9, device=device) < torch.tensor([[9], [9], [9]], device=device))
+
+
+def test_what_has_no_kernel():
+    assert supports(128, 50_000)
+    assert not supports(24, 100)
+    assert not supports(128, 2**16)
+    given = Arguments.random(CPU, 0, 4, 20, dim=8)
+    with pytest.raises(
+        Unsupported, match=r"no kernel for torch\.float32, queries of 8 values and 6 blocks: it has those"
+    ):
+        given.results(select_blocks)
+    with pytest.raises(Unsupported, match=r"no kernel for torch\.float64"):
+        Arguments.random(CPU, 0, 4, 20, dtype=torch.float64).results(select_blocks)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"before": 30},
+        {"group": 0},
+        {"group": BITS + 1},
+        {"count": 0},
+        {"keys": torch.zeros(6, 16, dtype=torch.float16)},
+        {"keys": torch.zeros(6, 32)[:, :16]},
+        {"queries": torch.zeros(2, 4, 16).transpose(0, 1)},
+        {"keys": torch.zeros(6, 16, device="meta")},
+    ],
+)
+def test_what_does_not_fit_is_never_launched(change: dict[str, object]):
+    with pytest.raises(AssertionError):
+        replace(Arguments.random(CPU, 0, 4, 20), **change).results(select_blocks)
+
+
+def test_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from lazyio.kernels.block_selection import *\n"
+        "given = Arguments.random(torch.device('cpu'), 0, 4, 20)\n"
+        "given.results(reference); given.results(select_blocks)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("lazyio.errors.Unsupported: the kernel of block selection needs Triton, which can't be")
+
+
+def test_the_reference_is_the_rule_written_out():
+    given = random(9, 50, CPU)
+    mask, _ = given.results(reference)
+    for i, position in enumerate(range(50, 59)):
+        complete = (position + 1) // 4
+        of_each = [
+            sum(max(0.0, float(q.double() @ key.double())) for q in given.queries[i]) for key in given.keys[:complete]
+        ]
+        order = sorted(range(complete), key=lambda block: -of_each[block])
+        assert set(mask[i].nonzero().flatten().tolist()) - {complete} == set(order[: given.count])
+
+
+@pytest.mark.parametrize("cuts", [[61], [1, 30, 1, 1, 8, 20]], ids=str)
+def test_a_layer_selects_the_same_with_the_kernel(
+    cuts: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    rope = Rope(1e4, 8)
+    layer = BlockSelection(32, 3, 16, 12, 4, rope, 1e-6, each=6).requires_grad_(False).to(device)
+    made = torch.Generator().manual_seed(1)
+    for parameter in layer.parameters():
+        parameter.copy_(0.5 * torch.randn(parameter.shape, generator=made))
+    x = torch.randn(61, 32, generator=made).to(device)
+
+    def found() -> list[torch.Tensor | Selected | None]:
+        state = State({layer: layer.new_piece(64, torch.float32, device)}, 64)
+        results = []
+        for part in x.split(cuts):
+            span = Span(state, 0, len(part), state.tokens)
+            state.tokens += len(part)
+            positions = torch.arange(span.before, state.tokens, device=device)
+            results.append(layer(part, rope.angles(positions, torch.float32), span))
+        return results
+
+    monkeypatch.setattr(layer_module, "usable", lambda _: False)
+    masks = found()
+    monkeypatch.setattr(layer_module, "usable", lambda _: True)
+    lists = found()
+    assert any(one is not None for one in masks)
+    for mask, some in zip(masks, lists, strict=True):
+        if mask is None:
+            assert some is None
+            continue
+        assert isinstance(some, Selected)
+        keys = mask.shape[1]
+        of_keys = some.mask(-(-keys // 4)).repeat_interleave(4, 1)[:, :keys]
+        before = keys - len(mask)
+        up_to = torch.arange(keys, device=device) <= torch.arange(before, keys, device=device)[:, None]
+        assert torch.equal(of_keys & up_to, mask)
+    layer._each = 0
+    assert not any(isinstance(one, Selected) for one in found())

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lazyio.engine.layers import attention, block_selection
+from lazyio.engine.layers.block_selection import BlockSelection
+from lazyio.engine.layers.gated_attention import GatedAttention
+from lazyio.engine.layers.rope import Rope
+from lazyio.engine.state import State
+from lazyio.engine.ubatch import Ubatch
+from lazyio.errors import Unsupported
+from lazyio.kernels import sparse_attention
+from lazyio.kernels.block_selection import BITS, Selected
+from lazyio.kernels.sparse_attention import Arguments, _parts, group_of, reference, supports
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows in the interpreter
+CPU = torch.device("cpu")
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def expected_of(given: Arguments) -> torch.Tensor:
+    return reference(given.q, given.k, given.v, given.selected, scale=given.scale)
+
+
+@pytest.mark.parametrize("count", [0, 5])
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (40, 1), (5, 5)], ids=str)
+def test_any_number_of_heads_to_one_of_keys(heads: tuple[int, int], count: int, device: torch.device):
+    given = Arguments.random(device, 8, 19, 44, count=count, heads=heads)
+    (found,) = given.found()
+    assert found.shape == given.q.shape
+    assert relative(found, expected_of(given)) < 1e-5
+
+
+@pytest.mark.parametrize("dim", [32, 64])
+def test_heads_of_other_dimensions(dim: int, device: torch.device):
+    for count in (0, 5):
+        given = Arguments.random(device, 9, 6, 41, count=count, dim=dim)
+        assert relative(given.found()[0], expected_of(given)) < 1e-5
+
+
+@pytest.mark.parametrize("count", [0, 9])
+@pytest.mark.parametrize("tokens", [1, 13])
+def test_parts_together_are_the_whole(tokens: int, count: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    given = Arguments.random(device, 8, tokens, 300, count=count)
+    monkeypatch.setattr(sparse_attention, "_LEAST_SPAN", 32)
+    in_parts = given.found()[0]
+    monkeypatch.setattr(sparse_attention, "_PROGRAMS", 1)
+    whole = given.found()[0]
+    assert relative(in_parts, whole) < 1e-6
+    assert not torch.equal(in_parts, whole)  # they were summed in another order
+
+
+@pytest.mark.parametrize(
+    ("programs", "keys", "expected"),
+    [(2, 2052, (33, 64)), (2, 131072, (128, 1024)), (64, 32768, (4, 8192)), (65, 32768, (1, 32768)), (2, 40, (1, 64))],
+)
+def test_few_programs_cut_their_keys(programs: int, keys: int, expected: tuple[int, int]):
+    assert _parts(programs, keys, 64) == expected
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_a_token_is_the_same_in_any_chunk_and_behind_it_lies_anything(count: int, device: torch.device):
+    """Memory of a window that holds no keys yet may hold no numbers."""
+    given = Arguments.random(device, 8, 23, 118, count=count)
+    (whole,) = given.found()
+    room = [torch.full((160, *x.shape[1:]), float("nan"), device=device) for x in (given.k, given.v)]
+    for first, last in ((0, 6), (6, 7), (7, 23)):
+        k, v = (a[: 118 + last].copy_(b[: 118 + last]) for a, b in zip(room, (given.k, given.v), strict=True))
+        selected = given.selected
+        if selected is not None:
+            mask = selected.mask(36)[first:last, : -(-(118 + last) // 4)]
+            selected = Selected.of(mask, group_of(last - first, 3, torch.float32), 4)
+        part = replace(given, q=given.q[first:last], k=k, v=v, selected=selected)
+        assert relative(part.found()[0], whole[first:last]) < 1e-6
+
+
+def test_tensors_may_lie_anywhere(device: torch.device):
+    for count in (0, 9):
+        given = Arguments.random(device, 8, 13, 80, count=count)
+        moved = {}
+        for name in ("q", "k", "v"):
+            x = getattr(given, name)
+            wide = torch.full((len(x), 2 * x.shape[1] + 1, x.shape[2]), float("nan"), device=device)
+            moved[name] = wide[:, 1 : 1 + x.shape[1]].copy_(x)
+        assert torch.equal(replace(given, **moved).found()[0], given.found()[0])
+
+
+def test_a_list_is_for_as_many_tokens_as_have_room():
+    assert group_of(1, 12, torch.bfloat16) == 1
+    assert group_of(100, 12, torch.bfloat16) == 5
+    assert group_of(3, 12, torch.bfloat16) == 3
+    assert group_of(100, 1, torch.bfloat16) == BITS
+    assert group_of(100, 64, torch.float32) == 1
+
+
+def test_what_has_no_kernel():
+    assert supports(24, 2, 256)
+    assert not supports(24, 2, 96)
+    assert not supports(24, 5, 64)
+    assert not supports(128, 1, 64)
+    with pytest.raises(
+        Unsupported, match=r"no kernel for torch\.float32, 6 heads of 24 and 2 of keys: it has those for"
+    ):
+        Arguments.random(CPU, 0, 4, 20, dim=24).found()
+    with pytest.raises(Unsupported, match=r"no kernel for torch\.float64"):
+        Arguments.random(CPU, 0, 4, 20, dtype=torch.float64).found()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda given: replace(given, q=given.q[:0]),
+        lambda given: replace(given, q=given.q[:3]),
+        lambda given: replace(given, v=given.v[:9]),
+        lambda given: replace(given, v=given.v.half()),
+        lambda given: replace(given, k=given.k.transpose(0, 1).contiguous().transpose(0, 1)),
+        lambda given: replace(given, k=given.k[:3], v=given.v[:3]),
+        lambda given: replace(given, k=given.k.to("meta")),
+    ],
+)
+def test_what_does_not_fit_is_never_launched(change):
+    with pytest.raises(AssertionError):
+        change(Arguments.random(CPU, 0, 4, 20, count=2)).found()
+
+
+def test_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from lazyio.kernels.sparse_attention import *\n"
+        "given = Arguments.random(torch.device('cpu'), 0, 4, 20)\n"
+        "KERNEL.reference(given); given.found()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("lazyio.errors.Unsupported: the kernel of attention needs Triton, which can't be")
+
+
+@pytest.mark.parametrize("cuts", [[71], [1, 30, 1, 1, 38]], ids=str)
+@pytest.mark.parametrize("selecting", [False, True])
+def test_a_layer_with_the_kernels_is_the_layer_without(
+    selecting: bool, cuts: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    rope, made = Rope(100.0, 8), torch.Generator().manual_seed(2)
+    selection = BlockSelection(24, 2, 16, 12, 4, rope, 1e-6, each=3) if selecting else None
+    layer = GatedAttention(24, 6, 2, 16, 1e-6, selection).requires_grad_(False).to(device)
+    for parameter in layer.parameters():
+        parameter.copy_(0.5 * torch.randn(parameter.shape, generator=made))
+    x = torch.randn(71, 24, generator=made).to(device)
+
+    def found() -> torch.Tensor:
+        modules = [layer] if selection is None else [layer, selection]
+        state = State({module: module.new_piece(80, torch.float32, device) for module in modules}, 80)
+        results = []
+        for part in x.split(cuts):
+            ubatch = Ubatch.of([(state, [0] * len(part))], device)
+            with torch.inference_mode():
+                results.append(layer(part, rope.angles(ubatch.positions, torch.float32), ubatch))
+            state.tokens += len(part)
+        return torch.cat(results)
+
+    def switched(on: bool) -> None:
+        for module in (attention, block_selection):
+            monkeypatch.setattr(module, "usable", lambda _: on)
+
+    switched(False)
+    without = found()
+    launched = []
+    launch = sparse_attention._launch
+    monkeypatch.setattr(sparse_attention, "_launch", lambda *given: launched.append(given) or launch(*given))
+    switched(True)
+    assert relative(found(), without) < 1e-5
+    assert len(launched) == sum(size > 1 for size in cuts) + (sum(size == 1 for size in cuts[1:]) if selecting else 0)
+
+
+COMPILE = """
+import json
+from triton import language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from lazyio.kernels import attention_bodies, selection_bodies
+from lazyio.kernels.block_selection import BITS, SCORE
+from lazyio.kernels.sparse_attention import CAUSAL, SELECTED, STEP
+
+heads = dict(HEADS=24, EACH=12, DIM=256, Q_STRIDE=6144, K_STRIDE=512, V_STRIDE=512)
+types = dict.fromkeys(("q", "k", "v", "out", "queries", "keys"), "*bf16")
+types |= dict.fromkeys(("partial", "weights", "scores"), "*fp32") | dict.fromkeys(("entries", "counts"), "*i32")
+types |= {"chosen": "*i8", "scale": "fp32"}
+
+
+def compiled(name, module, body, warps, stages, **constants):
+    body = getattr(module, body)
+    at = {argument: (body.arg_names.index(argument),) for argument in body.arg_names}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in at}
+    aligned = [name for name in at if signature[name].startswith("*") or name in ("width", "capacity")]
+    source = ASTSource(
+        body,
+        signature,
+        {at[argument]: value for argument, value in constants.items()},
+        {at[argument]: [["tt.divisibility", 16]] for argument in aligned},
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    found = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(json.dumps([name, [found.metadata.shared, found.asm["ptx"]]]))
+
+
+for name, config, split in (("causal", CAUSAL[2], False), ("selected", SELECTED[2], False), ("step", STEP[2], True)):
+    selected = name != "causal"
+    shape = {**heads, "GROUP": max(1, config.rows // 12), "ROWS": config.rows, "KEYS": config.keys}
+    shape |= {"RATIO": 4 if selected else 1, "SELECTED": selected, "SPLIT": split}
+    compiled(name, attention_bodies, "attend", config.warps, config.stages, **shape)
+shape = dict(HEADS=24, EACH=12, DIM=256, GROUP=1, ROWS=16, PARTS=64, WIDTH=32)
+compiled("combine", attention_bodies, "combine", 4, 1, **shape)
+config = SCORE[False]
+shape = dict(RATIO=4, HEADS=4, DIM=128, ROWS=config.rows, COLUMNS=config.columns, OPERAND=tl.bfloat16)
+compiled("score", selection_bodies, "score", config.warps, 3, **shape)
+compiled("choose", selection_bodies, "choose", 8, 3, RATIO=4, TILE=8192)
+compiled("unite", selection_bodies, "unite", 8, 3, GROUP=5, BITS=BITS, TILE=8192)
+"""
+
+
+def test_bodies_compile_for_an_h200():
+    """Which need not be there."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    compiled = dict(map(json.loads, done.stdout.splitlines()))
+    assert list(compiled) == ["causal", "selected", "step", "combine", "score", "choose", "unite"]
+    for name, (shared_bytes, text) in compiled.items():
+        assert shared_bytes <= 232_448, name
+        assert ("wgmma.mma_async" in text) == (name in ("causal", "selected", "score")), name
+        # Keys and values arrive in shared memory by themselves while others are multiplied.
+        assert ("cp.async.cg.shared.global" in text) == (name in ("causal", "selected", "step")), name
