@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,13 +35,14 @@ class Config:
     keys: int  # of a tile
     warps: int
     stages: int
+    shared_bytes: int = 0  # that a program may have on this GPU, at least
 
 
-#: For a dtype and more than one token, to all keys or to selected ones; and for one token. Chosen for 24 heads of 256,
-#: 2 of keys, on an H200.
-CAUSAL = {2: Config(128, 64, 8, 2), 4: Config(32, 32, 4, 1)}
-SELECTED = {2: Config(64, 64, 8, 3), 4: Config(32, 32, 4, 1)}
-STEP = {2: Config(16, 64, 4, 2), 4: Config(16, 32, 4, 1)}
+#: By the bytes of an element, for tokens that see all keys or selected ones, and for one token; the first whose memory
+#: is there. Chosen for 24 heads of 256, 2 of keys, on an H200.
+CAUSAL = {2: [Config(128, 64, 8, 2, 200_000), Config(64, 32, 4, 2)], 4: [Config(32, 32, 8, 1)]}
+SELECTED = {2: [Config(64, 64, 8, 3, 165_000), Config(64, 32, 4, 2)], 4: [Config(32, 32, 8, 1)]}
+STEP = {2: [Config(16, 64, 4, 2)], 4: [Config(16, 32, 4, 1)]}
 
 
 def supports(heads: int, kv_heads: int, dim: int) -> bool:
@@ -49,9 +50,9 @@ def supports(heads: int, kv_heads: int, dim: int) -> bool:
     return dim in _DIMS and heads % kv_heads == 0 and heads // kv_heads <= _MOST_EACH
 
 
-def group_of(tokens: int, each: int, dtype: torch.dtype) -> int:
+def group_of(tokens: int, each: int, dtype: torch.dtype, device: torch.device) -> int:
     """Of how many tokens `attend_selected` takes the blocks from one list, `each` heads sharing one of keys."""
-    config = (STEP if tokens == 1 else SELECTED)[dtype.itemsize]
+    config = _fitting(STEP if tokens == 1 else SELECTED, dtype, device)
     return min(BITS, tokens, max(1, config.rows // each))
 
 
@@ -64,7 +65,7 @@ def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: f
     """
     _check(q, k, v)
     each = q.shape[1] // k.shape[1]
-    config = (STEP if len(q) == 1 else CAUSAL)[q.element_size()]
+    config = _fitting(STEP if len(q) == 1 else CAUSAL, q.dtype, q.device)
     group = max(1, min(len(q), config.rows // each))
     return _launch(q, k, v, None, scale, config, group)
 
@@ -75,7 +76,7 @@ def attend_selected(
     """`attend_causal` over the keys in selected blocks alone. Every token must see a key."""
     _check(q, k, v)
     assert selected.tokens == len(q), "blocks were selected for other tokens"
-    config = (STEP if len(q) == 1 else SELECTED)[q.element_size()]
+    config = _fitting(STEP if len(q) == 1 else SELECTED, q.dtype, q.device)
     return _launch(q, k, v, selected, scale, config, selected.group)
 
 
@@ -124,6 +125,14 @@ def _parts(programs: int, keys: int, tile: int) -> tuple[int, int]:
     parts = max(1, _PROGRAMS // programs) if programs <= _PROGRAMS // 4 else 1
     span = max(_LEAST_SPAN, -(-keys // (parts * tile)) * tile)
     return -(-keys // span), span
+
+
+def _fitting(configs: Mapping[int, Sequence[Config]], dtype: torch.dtype, device: torch.device) -> Config:
+    some = configs[dtype.itemsize]
+    if device.type != "cuda":
+        return some[0]
+    has: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return next(config for config in some if config.shared_bytes <= has)
 
 
 def _bodies() -> Any:
@@ -199,7 +208,7 @@ class Arguments:
         mask.scatter_(1, chance.topk(min(count, len(block))).indices, True)
         mask &= chance > -math.inf
         mask |= (block == length // ratio) & (length % ratio != 0)
-        selected = Selected.of(mask, group_of(tokens, heads[0] // heads[1], dtype), ratio)
+        selected = Selected.of(mask, group_of(tokens, heads[0] // heads[1], dtype, device), ratio)
         return cls(q, k, v, selected, dim**-0.5)
 
     def found(self) -> list[torch.Tensor]:

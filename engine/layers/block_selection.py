@@ -75,7 +75,7 @@ class BlockSelection(nn.Module):
         queries = rotate(self.q_layernorm(queries.view(-1, self.heads, self.dim)), angles)
         if self._each and usable(x.device) and supports(self.dim, len(blocks)):
             sizes = {"count": self.budget // self.ratio, "ratio": self.ratio}
-            group = group_of(span.length, self._each, x.dtype)
+            group = group_of(span.length, self._each, x.dtype, x.device)
             return select_blocks(queries, blocks, span.before, group=group, **sizes)
         return self._allowed(queries, blocks, span)
 

@@ -79,7 +79,7 @@ def test_a_token_is_the_same_in_any_chunk_and_behind_it_lies_anything(count: int
         selected = given.selected
         if selected is not None:
             mask = selected.mask(36)[first:last, : -(-(118 + last) // 4)]
-            selected = Selected.of(mask, group_of(last - first, 3, torch.float32), 4)
+            selected = Selected.of(mask, group_of(last - first, 3, torch.float32, device), 4)
         part = replace(given, q=given.q[first:last], k=k, v=v, selected=selected)
         assert relative(part.found()[0], whole[first:last]) < 1e-6
 
@@ -96,11 +96,11 @@ def test_tensors_may_lie_anywhere(device: torch.device):
 
 
 def test_a_list_is_for_as_many_tokens_as_have_room():
-    assert group_of(1, 12, torch.bfloat16) == 1
-    assert group_of(100, 12, torch.bfloat16) == 5
-    assert group_of(3, 12, torch.bfloat16) == 3
-    assert group_of(100, 1, torch.bfloat16) == BITS
-    assert group_of(100, 64, torch.float32) == 1
+    assert group_of(1, 12, torch.bfloat16, CPU) == 1
+    assert group_of(100, 12, torch.bfloat16, CPU) == 5
+    assert group_of(3, 12, torch.bfloat16, CPU) == 3
+    assert group_of(100, 1, torch.bfloat16, CPU) == BITS
+    assert group_of(100, 64, torch.float32, CPU) == 1
 
 
 def test_what_has_no_kernel():
@@ -213,8 +213,8 @@ def compiled(name, module, body, warps, stages, **constants):
     print(json.dumps([name, [found.metadata.shared, found.asm["ptx"]]]))
 
 
-for name, config, split in (("causal", CAUSAL[2], False), ("selected", SELECTED[2], False), ("step", STEP[2], True)):
-    selected = name != "causal"
+for name, [config, *_] in {"causal": CAUSAL[2], "selected": SELECTED[2], "step": STEP[2]}.items():
+    selected, split = name != "causal", name == "step"
     shape = {**heads, "GROUP": max(1, config.rows // 12), "ROWS": config.rows, "KEYS": config.keys}
     shape |= {"RATIO": 4 if selected else 1, "SELECTED": selected, "SPLIT": split}
     compiled(name, attention_bodies, "attend", config.warps, config.stages, **shape)
