@@ -6,8 +6,8 @@ is float32 [BLOCK_N, BLOCK_K]: rows n of the weight of `expert`, inputs k to k +
 exact, the bits of `packed.reference_dequantise`; round it to the dtype of what it is multiplied with.
 
 * p0 to p3 are `PackedWeight.pointers()`, of the whole weight, whichever expert is taken.
-* expert is an integer, 0 for a weight without experts; n [BLOCK_N] are rows, all below N: clamp them, and drop what
-  they are multiplied to. k is a multiple of BLOCK_K. What lies beyond K is 0 (or -0).
+* expert is an integer, or one for each of the rows, and 0 for a weight without experts; n [BLOCK_N] are rows, all below
+  N: clamp them, and drop what they are multiplied to. k is a multiple of BLOCK_K. What lies beyond K is 0 (or -0).
 * STORED is the stored type's name; N and K are `shape[-2:]`; ROWS and COLUMNS the `block` of fp8, and else (1, 1).
 * BLOCK_K is a power of two, 32 at least.
 

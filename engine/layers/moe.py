@@ -11,6 +11,8 @@ from torch.nn import functional
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.mlp import SiluMlp
 from lazyio.engine.layers.packed import Weight, times
+from lazyio.kernels import moe
+from lazyio.kernels.contract import usable
 
 #: Of rows sorted by expert: where those of each expert end, int32 [experts] on the device, or how many each has.
 Groups = torch.Tensor | list[int]
@@ -68,6 +70,8 @@ class Experts(nn.Module):
 
         `weights` are float32 [tokens, slots]; so is the result, [tokens, hidden].
         """
+        if usable(x.device) and moe.supports(x.dtype, self.gate_up_proj, self.down_proj):
+            return moe.moe(x.contiguous(), chosen, weights, self.gate_up_proj, self.down_proj)
         slots = chosen.shape[1]
         expert, order = chosen.flatten().sort(stable=True)
         groups = self._groups(expert, x)
@@ -82,7 +86,7 @@ class Experts(nn.Module):
         """Of the experts of all tokens and slots, sorted."""
         each = torch.arange(self.down_proj.shape[0], device=expert.device)
         ends = torch.searchsorted(expert, each, right=True, out_int32=True)
-        if _grouped(x, self.down_proj):
+        if isinstance(self.gate_up_proj, torch.Tensor) and _grouped(x, self.down_proj):
             return ends
         return [end - start for start, end in pairwise([0, *ends.tolist()])]
 

@@ -1,0 +1,283 @@
+"""A mixture of experts on a GPU: of each token, the weighted sum of the few experts that it chose.
+
+`moe` launches the bodies, which are in moe_bodies.py: two for few tokens, bound by the bytes of the chosen experts, and
+five for many, which sort tokens by expert on the device. Only experts that a token chose are read, and the host never
+waits to know which.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from lazyio.errors import Unsupported
+from lazyio.kernels import packed
+from lazyio.kernels.contract import Kernel, bodies
+from lazyio.kernels.moe_cases import CASES, CONTROLS
+from lazyio.kernels.packed import PackedWeight
+
+#: Of all experts, [experts, outputs, inputs].
+Weight = torch.Tensor | PackedWeight
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Rows of weights are read in steps of so many values, at least, and those of packed ones.
+_ALIGNED, _PACKED_ALIGNED = 16, 32
+# Experts are numbered by int16 where tokens are sorted.
+_MOST_EXPERTS = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a body is launched."""
+
+    part: int  # outputs of a program
+    step: int  # inputs of a step at most; a power of two
+    warps: int
+    stages: int
+    unroll: int = 1  # steps at once
+    together: int = 1  # slots of a step at most
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How tiles of so many rows are multiplied, where experts have `mean` rows at most."""
+
+    mean: float
+    rows: int
+    gate_up: Config
+    down: Config
+
+
+#: Up to so many tokens, pairs of a token and an expert are taken one by one.
+FEW = 8
+#: Pairs one by one: of the first two projections, and of the last. Chosen for qwen4_exp on an H200, as all of these.
+GATE_UP = Config(8, 512, 4, 1)
+DOWN = Config(8, 128, 4, 1, unroll=5, together=2)
+#: Tiles; the first whose mean is not less than that of the ubatch.
+TILINGS = (
+    Tiling(12, 16, Config(64, 64, 4, 4), Config(64, 64, 4, 4)),
+    Tiling(24, 32, Config(64, 64, 4, 4), Config(64, 64, 4, 4)),
+    Tiling(96, 64, Config(64, 64, 4, 4), Config(128, 64, 4, 4)),
+    Tiling(math.inf, 128, Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+)
+# Pairs that are looked at at once where they are sorted, and values that are summed at once.
+_SORTED, _SUMMED = 2048, 1024
+
+
+def supports(dtype: torch.dtype, gate_up: Weight, down: Weight) -> bool:
+    """Whether there is a kernel for such x, and such experts."""
+    experts, hidden, width = down.shape
+    aligned = _ALIGNED
+    for one in (gate_up, down):
+        if isinstance(one, PackedWeight):
+            aligned = _PACKED_ALIGNED
+        elif one.dtype != dtype:
+            return False
+    return dtype in _DTYPES and hidden % aligned == width % aligned == 0 and experts < _MOST_EXPERTS
+
+
+def moe(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
+    """y_t = sum over slots s of weights[t, s] E_e(x_t), e = chosen[t, s], in float32; never waits.
+
+        E_e(x) = W_down,e (silu(G_e x) * (U_e x)),  gate_up[e] = [G_e ; U_e]
+
+    x [tokens, hidden] bfloat16, float16 or float32, contiguous; chosen integers [tokens, slots], each a number of an
+    expert, which is not checked; weights float32 [tokens, slots]; gate_up [experts, 2 * width, hidden] and down
+    [experts, hidden, width] of x's dtype, or packed, contiguous. The result is float32 [tokens, hidden].
+    Products are summed in float32; for more than FEW tokens, packed weights are rounded to x's dtype first. What goes
+    into the last projection, times the weight, is rounded to x's dtype, and for more than FEW tokens so is what comes
+    out of it. Source of the formula: engine/layers/moe.py.
+    Raises Unsupported where Triton is missing, and for what `supports` does not have.
+    """
+    _check(x, chosen, weights, gate_up, down)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    if not len(x):
+        return out
+    chosen, weights = chosen.contiguous(), weights.contiguous()
+    if len(x) <= FEW:
+        _by_pair(x, chosen, weights, gate_up, down, out)
+    else:
+        _by_tile(x, chosen, weights, gate_up, down, out)
+    return out
+
+
+def reference(
+    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up: Weight, down: Weight
+) -> torch.Tensor:
+    """What `moe` does, in plain torch, without rounding anything to less than float32, on any device."""
+    parts = torch.zeros(*chosen.shape, x.shape[1], device=x.device)
+    for expert in torch.unique(chosen).tolist():
+        token, slot = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = functional.linear(x[token].float(), _values(gate_up, expert)).chunk(2, -1)
+        inner = functional.silu(gate) * up * weights[token, slot, None]
+        parts[token, slot] = functional.linear(inner, _values(down, expert))
+    return parts.sum(1)
+
+
+def _values(weight: Weight, expert: int) -> torch.Tensor:
+    """Those of one expert, float32."""
+    one = weight[expert]
+    return packed.reference_dequantise(one) if isinstance(one, PackedWeight) else one.float()
+
+
+def _sizes(chosen: torch.Tensor, down: Weight) -> dict[str, int]:
+    _, hidden, width = down.shape
+    return {"HIDDEN": hidden, "WIDTH": width, "SLOTS": chosen.shape[1]}
+
+
+def _by_pair(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    out: torch.Tensor,
+) -> None:
+    sizes = _sizes(chosen, down)
+    hidden, width, slots = sizes.values()
+    inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
+    config = GATE_UP
+    _bodies().gate_up_rows[(-(-width // config.part), chosen.numel())](
+        *(x, chosen, weights, *_planes(gate_up), inner),
+        **sizes,
+        **_stored(gate_up),
+        **_launched(config, hidden),
+        STAGES=config.stages,
+        UNROLL=config.unroll,
+    )
+    config = DOWN
+    _bodies().down_rows[(-(-hidden // config.part), len(x))](
+        *(inner, chosen, *_planes(down), out),
+        **sizes,
+        **_stored(down),
+        **_launched(config, width),
+        TOGETHER=math.gcd(config.together, slots),
+        STAGES=config.stages,
+        UNROLL=config.unroll,
+    )
+
+
+def _by_tile(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    out: torch.Tensor,
+) -> None:
+    sizes = _sizes(chosen, down)
+    hidden, width, slots = sizes.values()
+    pairs, experts = chosen.numel(), down.shape[0]
+    tiling = next(one for one in TILINGS if pairs / experts <= one.mean)
+    tables = sorted_by_expert(chosen, experts, tiling.rows)
+    most_tiles = len(tables[1])
+    inner = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+    config = tiling.gate_up
+    _bodies().gate_up_tiles[(-(-width // config.part), most_tiles)](
+        *(x, *tables, weights, *_planes(gate_up), inner),
+        **sizes,
+        **_stored(gate_up),
+        ROWS=tiling.rows,
+        **_launched(config, hidden),
+        num_stages=_stages(config, 2 * config.part + tiling.rows, x),
+    )
+    config = tiling.down
+    _bodies().down_tiles[(-(-hidden // config.part), most_tiles)](
+        *(inner, *tables, *_planes(down), parts),
+        HIDDEN=hidden,
+        WIDTH=width,
+        **_stored(down),
+        ROWS=tiling.rows,
+        **_launched(config, width),
+        num_stages=_stages(config, config.part + tiling.rows, x),
+    )
+    _bodies().combine[(len(x), -(-hidden // _SUMMED))](parts, out, HIDDEN=hidden, SLOTS=slots, PART=_SUMMED)
+
+
+def sorted_by_expert(chosen: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs by expert, those of an expert as they come, int32 [pairs]; tiles of up to `rows` of them; how many tiles.
+
+    Tiles, int32 [most, 3], have their expert and which pairs are theirs, from and to; `most` is known on the host, and
+    only the first of them are filled: the last result, int32 [1], says how many.
+    """
+    pairs, device = chosen.numel(), chosen.device
+    numbers = chosen.flatten().to(torch.int16)
+    # As many tiles as experts that somebody chose, and one more for each `rows` pairs.
+    most_tiles = min(experts, pairs) + pairs // rows
+    order, total, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, 1, experts))
+    tiles = torch.empty(most_tiles, 3, dtype=torch.int32, device=device)
+    _bodies().count[(experts,)](numbers, counts, pairs, BLOCK=_SORTED)
+    _bodies().place[(experts,)](
+        *(numbers, counts, order, tiles, total, pairs),
+        EXPERTS=experts,
+        PADDED=1 << (experts - 1).bit_length(),
+        ROWS=rows,
+        BLOCK=_SORTED,
+    )
+    return order, tiles, total
+
+
+def _launched(config: Config, inputs: int) -> dict[str, int]:
+    return {"PART": config.part, "STEP": math.gcd(config.step, inputs), "num_warps": config.warps}
+
+
+def _stages(config: Config, rows: int, x: torch.Tensor) -> int:
+    """Steps that are loaded ahead of their product: as many as this GPU has memory for."""
+    if x.device.type != "cuda":
+        return 1
+    properties: Any = torch.cuda.get_device_properties(x.device)
+    has: int = properties.shared_memory_per_block_optin
+    return max(1, min(config.stages, has // (rows * config.step * x.element_size())))
+
+
+def _planes(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return weight.pointers() if isinstance(weight, PackedWeight) else (weight, weight, weight, weight)
+
+
+def _stored(weight: Weight) -> dict[str, Any]:
+    """What bodies are compiled for of how a weight is stored."""
+    stored, block = (weight.stored, weight.block) if isinstance(weight, PackedWeight) else ("dense", None)
+    block_rows, block_columns = block or (1, 1)
+    return {"STORED": stored, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+
+
+def _bodies() -> Any:
+    return bodies("moe_bodies", "the kernel of mixtures of experts")
+
+
+def _check(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up: Weight, down: Weight) -> None:
+    experts, hidden, width = down.shape
+    if not supports(x.dtype, gate_up, down):
+        raise Unsupported(
+            f"mixtures of experts have no kernel for {x.dtype} and {experts} experts of {hidden} and {width}: they have"
+            f" one for float32, bfloat16 and float16, with weights of the same dtype or packed, for sizes that are "
+            f"multiples of {_ALIGNED} ({_PACKED_ALIGNED} if packed), and fewer than {_MOST_EXPERTS:,} experts"
+        )
+    assert x.shape == (len(chosen), hidden), "x is [tokens, hidden]"
+    assert x.is_contiguous(), "x is not contiguous"
+    assert chosen.shape == weights.shape, "chosen and weights are [tokens, slots]"
+    assert chosen.shape[1] > 0, "a token chose no experts"
+    assert not chosen.is_floating_point(), "chosen are integers"
+    assert weights.dtype == torch.float32, "weights are float32"
+    assert tuple(gate_up.shape) == (experts, 2 * width, hidden), "gate_up is [experts, 2 * width, hidden]"
+    assert all(one.device == x.device for one in (chosen, weights, gate_up, down)), "tensors are on different devices"
+    for plane in (*_planes(gate_up), *_planes(down)):
+        assert plane.is_contiguous(), "weights of experts are not contiguous"
+
+
+KERNEL = Kernel(
+    name="moe",
+    run=lambda given: given.results(moe),
+    reference=lambda given: given.results(reference),
+    cases=CASES,
+    controls=CONTROLS,
+    bodies=lambda: [
+        *(_bodies().gate_up_rows, _bodies().down_rows, _bodies().count, _bodies().place),
+        *(_bodies().gate_up_tiles, _bodies().down_tiles, _bodies().combine),
+    ],
+)

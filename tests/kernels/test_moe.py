@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lazyio.engine.layers import moe as layers
+from lazyio.errors import Unsupported
+from lazyio.kernels import contract, moe
+from lazyio.kernels.moe import reference, sorted_by_expert, supports
+from lazyio.kernels.moe_cases import Arguments
+from lazyio.kernels.packed import PackedWeight, empty
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows in the interpreter
+
+
+def of(tokens: int, device: torch.device, **rest: object) -> Arguments:
+    return Arguments.random(device, 3, tokens, **rest)
+
+
+def run(given: Arguments) -> torch.Tensor:
+    (found,) = given.results(moe.moe)
+    return found
+
+
+def some_of(given: Arguments, tokens: slice) -> Arguments:
+    return replace(given, x=given.x[tokens], chosen=given.chosen[tokens], weights=given.weights[tokens])
+
+
+def by_tiles(monkeypatch: pytest.MonkeyPatch, rows: int | None = None) -> None:
+    """However few tokens there are, they are sorted; tiles have so many rows, however many there are."""
+    monkeypatch.setattr(moe, "FEW", 0)
+    if rows:
+        tiling = next(one for one in moe.TILINGS if one.rows == rows)
+        monkeypatch.setattr(moe, "TILINGS", (replace(tiling, mean=math.inf),))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "experts", "rows"), [(1, 1, 16), (1, 7, 16), (5000, 12, 16), (700, 600, 32), (64, 4, 16)], ids=str
+)
+@pytest.mark.parametrize("skewed", [False, True])
+def test_pairs_are_sorted_and_cut_in_tiles(pairs: int, experts: int, rows: int, skewed: bool, device: torch.device):
+    made = torch.Generator().manual_seed(pairs)
+    chosen = torch.randint(experts, (pairs,), generator=made)
+    if skewed:
+        chosen = chosen.clamp(max=experts // 3)
+    order, tiles, total = sorted_by_expert(chosen.to(device), experts, rows)
+    assert order.tolist() == chosen.sort(stable=True).indices.tolist()
+    expected, first = [], 0
+    for expert, has in enumerate(chosen.bincount(minlength=experts).tolist()):
+        stop = first + has
+        expected += [[expert, at, min(at + rows, stop)] for at in range(first, stop, rows)]
+        first = stop
+    assert total.tolist() == [len(expected)]
+    assert len(expected) <= len(tiles)
+    assert tiles[: len(expected)].tolist() == expected
+
+
+def test_there_is_room_for_as_many_tiles_as_can_be(device: torch.device):
+    """One row too many in each expert's last tile."""
+    chosen = torch.arange(5, device=device).repeat_interleave(17)
+    _, tiles, total = sorted_by_expert(chosen, 5, 16)
+    assert total.tolist() == [len(tiles)] == [10]
+
+
+@pytest.mark.parametrize("rows", [tiling.rows for tiling in moe.TILINGS])
+def test_every_tiling(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    given = of(60, device, slots=2, sizes=(3, 32, 16))
+    by_tiles(monkeypatch, rows)
+    assert contract.error_of([run(given)], given.results(reference), 1e-5) <= 1e-5
+
+
+def test_few_and_many_tokens_are_the_same_but_for_rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    given = of(4, device)
+    one_by_one = run(given)
+    by_tiles(monkeypatch)
+    assert contract.error_of([run(given)], [one_by_one], 1e-5) <= 1e-5
+
+
+def test_a_token_is_the_same_whatever_few_others_there_are(device: torch.device):
+    given = of(4, device)
+    alone = [run(some_of(given, slice(token, token + 1))) for token in range(4)]
+    assert torch.equal(run(given), torch.cat(alone))
+
+
+def test_a_token_is_the_same_whatever_others_there_are_in_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    given = of(30, device)
+    by_tiles(monkeypatch, 16)
+    whole = run(given)
+    parts = [run(some_of(given, part)) for part in (slice(0, 1), slice(1, 12), slice(12, 30))]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_experts_that_nobody_chose_are_not_read(tokens: int, device: torch.device):
+    given = of(tokens, device, among=4)
+    expected = run(given)
+    others = [expert for expert in range(13) if expert not in given.chosen.unique().tolist()]
+    assert others
+    given.gate_up[others], given.down[others] = torch.nan, torch.nan
+    assert torch.equal(run(given), expected)
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_a_token_that_is_not_finite_stays_alone(tokens: int, device: torch.device):
+    given = of(tokens, device)
+    expected = run(given)
+    given.x[1] = torch.nan
+    found = run(given)
+    assert found[1].isnan().all()
+    others = torch.arange(tokens, device=device) != 1
+    assert torch.equal(found[others], expected[others])
+
+
+def test_float16_does_not_end_before_the_weight_of_an_expert_is_applied(device: torch.device):
+    for tokens in (2, 20):
+        given = of(tokens, device, dtype=torch.float16, slots=10)
+        for tensor, value in ((given.x, 1.0), (given.gate_up, 4.0), (given.down, 1 / 64), (given.weights, 0.1)):
+            tensor.fill_(value)
+        inner = (4.0 * given.x.shape[1]) ** 2  # silu(a) = a here
+        assert inner / 10 < torch.finfo(torch.float16).max < inner
+        expected = torch.full_like(given.x, inner * given.down.shape[2] / 64, dtype=torch.float32)
+        torch.testing.assert_close(run(given), expected, rtol=2e-3, atol=0)
+
+
+def test_no_tokens(device: torch.device):
+    given = some_of(of(3, device), slice(0, 0))
+    assert run(given).shape == (0, given.x.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_numbers_of_experts_are_any_integers(dtype: torch.dtype, device: torch.device):
+    for tokens in (2, 20):
+        given = of(tokens, device)
+        assert torch.equal(run(replace(given, chosen=given.chosen.to(dtype))), run(given))
+
+
+def test_what_has_no_kernel():
+    def has(dtype: torch.dtype, *sizes: int, of: torch.dtype | None = None) -> bool:
+        experts, hidden, width = sizes
+        down = torch.empty(sizes, dtype=of or dtype, device="meta")
+        return supports(dtype, torch.empty(experts, 2 * width, hidden, dtype=of or dtype, device="meta"), down)
+
+    assert has(torch.bfloat16, 512, 2560, 640)
+    assert not has(torch.float64, 512, 2560, 640)
+    assert not has(torch.bfloat16, 512, 2560, 640, of=torch.float32)
+    assert not has(torch.bfloat16, 512, 2560, 648)
+    assert not has(torch.bfloat16, 1 << 15, 2560, 640)
+    packed = [empty("F8_E4M3", shape, torch.device("cpu"), (8, 8)) for shape in ((2, 96, 64), (2, 64, 48))]
+    assert not supports(torch.bfloat16, *packed)
+    with pytest.raises(Unsupported, match=r"no kernel for torch.float64 and 13 experts of 96 and 32"):
+        run(of(2, torch.device("cpu"), dtype=torch.float64))
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> object:
+        raise ImportError(name)
+
+    monkeypatch.setattr(contract.importlib, "import_module", missing)
+    with pytest.raises(Unsupported, match="mixtures of experts needs Triton"):
+        run(of(2, torch.device("cpu")))
+
+
+def test_the_layer_takes_the_kernel_where_there_is_one(device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    given, launched = of(3, device), []
+
+    def counted(*arguments: torch.Tensor) -> torch.Tensor:
+        launched.append(len(arguments[0]))
+        return reference(*arguments)
+
+    monkeypatch.setattr(layers.moe, "moe", counted)
+    monkeypatch.setattr(layers, "usable", lambda of: True)
+    layer = layers.Experts(96, 13, 32)
+    layer.gate_up_proj.data, layer.down_proj.data = given.gate_up, given.down
+    layer.requires_grad_(False)
+    found = layer(given.x, given.chosen, given.weights)
+    assert launched == [3]
+    monkeypatch.setattr(layers, "usable", lambda of: False)
+    torch.testing.assert_close(layer(given.x, given.chosen, given.weights), found)
+    assert launched == [3]
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_packed_experts_without_a_kernel(tokens: int):
+    given = of(tokens, torch.device("cpu"), stored=("Q4_K", "Q5_0"), sizes=(7, 256, 32))
+    layer = layers.Experts(256, 7, 32)
+    for name, packed in (("gate_up_proj", given.gate_up), ("down_proj", given.down)):
+        delattr(layer, name)
+        setattr(layer, name, packed)
+        others = [expert for expert in range(7) if expert not in given.chosen.unique().tolist()]
+        assert isinstance(packed, PackedWeight)
+        packed.planes[-1][others] = torch.nan if packed.planes[-1].is_floating_point() else 0x7E007E00
+    found = layer(given.x, given.chosen, given.weights)
+    assert contract.error_of([found], given.results(reference), 1e-5) <= 1e-5
