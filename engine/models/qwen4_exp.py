@@ -10,7 +10,7 @@ from torch import nn
 
 from lazyio.engine.layers.block_selection import BlockSelection
 from lazyio.engine.layers.gated_attention import GatedAttention
-from lazyio.engine.layers.hyper_connection import HyperConnection, StreamMixer
+from lazyio.engine.layers.hyper_connection import HyperConnection, StreamMixer, Streams
 from lazyio.engine.layers.linear import Embedding
 from lazyio.engine.layers.ngram_embedding import NgramEmbedding
 from lazyio.engine.layers.rope import Rope
@@ -81,8 +81,9 @@ class Text(nn.Module):
 
     def forward(self, ubatch: Ubatch, rows: Rows | None) -> torch.Tensor:
         """Hidden states [tokens, hidden]."""
-        streams = self.embed_tokens(ubatch.tokens).repeat(1, self._streams)
-        angles = self._rope.angles(ubatch.positions, streams.dtype)
+        embedded = self.embed_tokens(ubatch.tokens)
+        streams = Streams(embedded.repeat(1, self._streams), self._streams)
+        angles = self._rope.angles(ubatch.positions, embedded.dtype)
         for layer in self.layers:
             streams = layer(streams, angles, ubatch, rows)
         hidden: torch.Tensor = self.hyper_connection_mixer(streams)
@@ -109,12 +110,12 @@ class Layer(nn.Module):
 
     def forward(
         self,
-        streams: torch.Tensor,
+        streams: Streams,
         angles: tuple[torch.Tensor, torch.Tensor],
         ubatch: Ubatch,
         rows: Rows | None,
-    ) -> torch.Tensor:
-        """Of streams [tokens, streams * hidden] and the angles of the tokens' positions: the streams after it."""
+    ) -> Streams:
+        """Of streams and the angles of the tokens' positions: the streams after it."""
 
         def mixer(x: torch.Tensor) -> torch.Tensor:
             mixed: torch.Tensor = (
@@ -124,9 +125,10 @@ class Layer(nn.Module):
 
         if self.ple is not None:
             assert rows is not None, "a model with a table was given no rows"
-            streams = streams + self.ple(streams, ubatch, rows)
+            now = streams.now()
+            streams = Streams(now + self.ple(now, ubatch, rows), streams.count)
         streams = self.attn_hyper_connection(streams, mixer)
-        after: torch.Tensor = self.mlp_hyper_connection(streams, self.mlp)
+        after: Streams = self.mlp_hyper_connection(streams, self.mlp)
         return after
 
 
