@@ -125,7 +125,7 @@ def main(
     lengths = [int(part) for part in contexts.split(",")]
     with torch.inference_mode():
         if sweep:
-            sweep_launches([Chunk.random(min(chunk, length), length, 0.0, device) for length in lengths])
+            sweep_launches([Chunk.random(min(chunk, length), length, 0.0, device) for length in lengths[1:]])
             return
         for length, alike in itertools.product(lengths, (0.0, 0.9)):
             if alike == 0 or length > RATIO * COUNT:
@@ -231,11 +231,25 @@ def errors_of(given: Chunk, ways: Ways) -> dict[str, float]:
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
+SWEPT = {
+    "SELECTED": [
+        *(Config(*size, stages) for size in ((64, 32, 4), (64, 32, 8), (64, 64, 8)) for stages in (2, 3, 5)),
+        *(
+            Config(*size, stages)
+            for size in ((16, 64, 4), (32, 64, 4), (128, 32, 8), (128, 64, 8))
+            for stages in (2, 3)
+        ),
+        Config(64, 64, 4, 2),
+    ],
+    "CAUSAL": [
+        *(Config(*size, stages) for size in ((64, 64, 4), (64, 64, 8), (128, 32, 8)) for stages in (2, 3)),
+        *(Config(*size, 2) for size in ((64, 32, 4), (128, 64, 8), (128, 128, 8), (256, 32, 16))),
+    ],
+}
+
+
 def sweep_launches(chunks: list[Chunk]) -> None:
-    sizes = [(16, 64), (32, 64), (64, 32), (64, 64), (128, 32), (128, 64)]
-    configs = [Config(*size, warps, stages) for size in sizes for warps in (4, 8) for stages in (2, 3, 4)]
-    configs = [one for one in configs if one.rows * 256 // one.warps <= 128 * 32]  # their sums fit in registers
-    for name in ("SELECTED", "CAUSAL"):
+    for name, configs in SWEPT.items():
         times: dict[Config, list[float]] = {}
         for config in configs:
             with launched_as(name, config):
