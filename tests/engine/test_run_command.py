@@ -118,6 +118,14 @@ def test_json(model: Path, texts: dict[str, str]) -> None:
     assert len(document["token_ids"]) == document["account"]["reply_tokens"]
 
 
+def test_random_weights_of_a_type(model: Path) -> None:
+    result = run(model, "-p", PROMPT, "--max-tokens", "2", "--load-format", "dummy", "--trunk", "q4_0")
+    assert result.exit_code == 0, result.stderr
+    first, second = lines_of(result)[:2]
+    assert " packed as Q4_0 and " in first
+    assert second == "lazyio: settings: trunk=Q4_0"
+
+
 def test_a_seed_repeats_a_reply(model: Path) -> None:
     def reply(seed: str) -> str:
         return run(model, "-p", PROMPT, "--max-tokens", "8", "--temperature", "5", "--seed", seed).stdout
@@ -136,6 +144,8 @@ def test_a_seed_repeats_a_reply(model: Path) -> None:
         (["-p", "a", "--max-tokens", "200000"], "a reply of up to 200000 are"),
         (["-p", "a", "--stop", ""], "stop has an empty string"),
         (["-p", "a", "--table", "absent"], "absent"),
+        (["-p", "a", "--weights", "fast"], "weights is 'fast'; it can be auto, packed or dequantised"),
+        (["-p", "a", "--trunk", "Q4_0"], "trunk is Q4_0, and only weights with load_format 'dummy'"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_said_before_weights_are_read(

@@ -35,6 +35,13 @@ def test_layers_are_as_many_as_the_device_holds(monkeypatch: pytest.MonkeyPatch)
     assert fitting(TRUE) == 48
 
 
+def test_layers_of_packed_weights_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(monkeypatch, 64 * GIB, 78 * GIB)
+    # All 48, the state and what expands the largest matrix are 67.8 GiB; 7/8 of 78 are 68.3.
+    assert fitting(replace(TRUE, trunk="Q4_0")) == 48
+    assert fitting(replace(TRUE, trunk="Q8_0")) < 40
+
+
 def test_layers_asked_for_may_take_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, 64 * GIB, 125 * GIB)
     assert fitting(replace(TRUE, layers=25)) == 25

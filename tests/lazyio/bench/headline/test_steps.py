@@ -48,6 +48,11 @@ def budget(work: Work, left_s: float) -> Work:
     return replace(work, budget_s=left_s, ends=time.monotonic() + left_s)
 
 
+def test_the_type_of_weights_is_handed_on(work: Work, asked: list, said: list[str]) -> None:
+    measure(work, replace(SUBJECT, trunk="Q4_0"), False, said.append)
+    assert all(command[command.index("--trunk") + 1] == "Q4_0" for command, _ in asked)
+
+
 def test_what_is_missing_is_measured_once(work: Work, asked: list, said: list[str]) -> None:
     work.keep(10, 1, SUBJECT, {"subject": "", "prompts": []}, 1.0)
     assert measure(work, SUBJECT, False, said.append)
@@ -55,6 +60,7 @@ def test_what_is_missing_is_measured_once(work: Work, asked: list, said: list[st
     words = " ".join(asked[0][0])
     for part in ("--rounds 2", "--cold", "--strict", "--modes on-bare,uring", "--layers 4", "--ids /ids.npy"):
         assert part in words
+    assert "--trunk" not in words
     assert asked[0][1] == 60
     assert said[-1] == "20 tokens, step 2 of 2: measured"
     assert work.missing() == []
