@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lazyio.engine.layers.linear import Embedding
+from lazyio.engine.layers.packed import Weight
 from lazyio.engine.state import Piece, State
 from lazyio.engine.ubatch import Rows, Ubatch
 
@@ -72,12 +73,22 @@ class Model(nn.Module, abc.ABC):
         return embedding.dtype
 
     @property
+    def packable(self) -> list[str]:
+        """Names of the parameters that may be held packed."""
+        return [f"{place}.{name}" for place, module in self.named_modules() for name in _packs(module)]
+
+    @property
     def weights_bytes(self) -> int:
         """Bytes of the weights that it holds, packed ones too."""
-        modules = (module for module in self.modules() if hasattr(module, "packs"))
-        held = {id(weight): weight for module in modules for weight in (getattr(module, n) for n in module.packs)}
-        values = {id(parameter): parameter for parameter in self.parameters()}
-        return sum(weight.nbytes for weight in {**held, **values}.values())
+        values = {id(parameter): parameter.nbytes for parameter in self.parameters()}
+        packed = {id(weight): weight.nbytes for weight in map(self.weight, self.packable)}
+        return sum({**values, **packed}.values())
+
+    def weight(self, parameter: str) -> Weight:
+        """What it holds by the name of a parameter."""
+        module, _, last = parameter.rpartition(".")
+        weight: Weight = getattr(self.get_submodule(module), last)
+        return weight
 
     def dtype_of(self, parameter: str, dtype: torch.dtype) -> torch.dtype:
         """That of a parameter in a model of `dtype`."""
@@ -99,3 +110,8 @@ class Model(nn.Module, abc.ABC):
         for span in ubatch.spans:
             span.state.tokens += span.length
         return hidden
+
+
+def _packs(module: nn.Module) -> tuple[str, ...]:
+    names: tuple[str, ...] = getattr(module, "packs", ())
+    return names

@@ -71,7 +71,7 @@ def load_model(trunk: Trunk, *, progress: Progress | None = None, seed: int = 0)
             trunk.put(name, form.empty(trunk.device))
         _stream(trunk, trunk.steps, progress)
     for name, other in trunk.model.tied.items():
-        trunk.put(name, trunk.weight(other))
+        trunk.put(name, trunk.model.weight(other))
     return trunk.model.eval()
 
 
@@ -83,7 +83,7 @@ def _stream(trunk: Trunk, steps: Sequence[Step], progress: Progress | None) -> N
         for path, of_file in groupby(steps, lambda step: step.part.stored.path):
             with FileOnce(path, identities[path]) as file:
                 for step in of_file:
-                    weight = trunk.weight(step.parameter)
+                    weight = trunk.model.weight(step.parameter)
                     if isinstance(weight, PackedWeight):
                         fill_packed(weight, step.part, file, landing)
                     else:

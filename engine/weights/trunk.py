@@ -96,12 +96,6 @@ class Trunk:
         """The stored types that weights are kept in."""
         return sorted({form.packed for form in self.forms.values() if form.packed})
 
-    def weight(self, parameter: str) -> Weight:
-        """What the model holds by the name of a parameter."""
-        module, _, last = parameter.rpartition(".")
-        weight: Weight = getattr(self.model.get_submodule(module), last)
-        return weight
-
     def put(self, parameter: str, weight: Weight) -> None:
         """Have the model hold a weight by the name of a parameter."""
         path, _, last = parameter.rpartition(".")
@@ -152,7 +146,7 @@ def plan_trunk(
     for step in steps:
         of_parameters.setdefault(step.parameter, []).append(step.part)
     stays, reason = stays_packed(weights, device)
-    may = _packable(model)
+    may = set(model.packable)
     forms, note = {}, ""
     for name, shape in shapes_of(model).items():
         parts = of_parameters[name]
@@ -177,7 +171,7 @@ def plan_dummy(
         trunk = None
     if trunk is not None and weights == "dequantised":
         raise SettingError(f"trunk is {trunk}, and weights is dequantised: leave one of them out")
-    may = _packable(model)
+    may = set(model.packable)
     forms = {}
     for name, shape in shapes_of(model).items():
         packed = None if trunk is None or name not in may else _whole_blocks(trunk, shape[-1])
@@ -217,11 +211,6 @@ def stays_packed(weights: str, device: torch.device) -> tuple[bool, str]:
     if weights == "packed":
         raise Unsupported(f"packed weights need kernels that can't run here: {lack}; set weights to dequantised")
     return False, lack
-
-
-def _packable(model: Model) -> set[str]:
-    """Parameters that may be held packed."""
-    return {f"{place}.{name}" for place, module in model.named_modules() for name in getattr(module, "packs", ())}
 
 
 def _whole_blocks(stored: str, inputs: int) -> str | None:

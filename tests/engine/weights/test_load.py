@@ -117,7 +117,7 @@ def test_fp8(write: Write, weights: Tensors, together: bool) -> None:
     assert len(kept) == 4
     assert trunk.packed_types == ["F8_E4M3"]
     for name in kept:
-        weight = trunk.weight(name)
+        weight = trunk.model.weight(name)
         assert isinstance(weight, PackedWeight)
         assert torch.equal(reference_dequantise(weight), expected[name]), name
 

@@ -50,7 +50,7 @@ def planned(path: Path, weights: str = "packed", device: torch.device = CPU) -> 
 
 
 def weights_of(trunk: Trunk) -> dict[str, torch.Tensor | PackedWeight]:
-    return {name: trunk.weight(name) for name in trunk.forms}
+    return {name: trunk.model.weight(name) for name in trunk.forms}
 
 
 # --- packed and dequantised give the same ----------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_random_weights_of_every_type(tmp_path: Path, stored: str) -> None:
         logits = llm.logits(TOKENS)
         assert logits.isfinite().all()
         assert 0.1 < logits.std() < 10
-        experts = llm.trunk.weight("model.layers.0.mlp.experts.gate_up_proj")
+        experts = llm.trunk.model.weight("model.layers.0.mlp.experts.gate_up_proj")
         assert abs(reference_dequantise(experts).std() / 64**-0.5 - 1) < 0.1
         again = llm.logits(TOKENS)
     assert torch.equal(logits, again)
