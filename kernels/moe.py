@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -42,27 +42,43 @@ class Config:
     together: int = 1  # slots of a step at most
 
 
+class Ways(NamedTuple):
+    """How bodies are launched for weights that are plain, and for packed ones."""
+
+    plain: Config
+    packed: Config
+
+
 @dataclass(frozen=True, slots=True)
-class Tiling:
-    """How tiles of so many rows are multiplied, where experts have `mean` rows at most."""
+class Launch:
+    """How the products are launched where experts have `mean` pairs at most."""
 
     mean: float
-    rows: int
-    gate_up: Config
-    down: Config
+    rows: int  # of a tile; 1 is pair by pair
+    gate_up: Ways
+    down: Ways
 
 
-#: Up to so many tokens, pairs of a token and an expert are taken one by one.
+#: Up to so many tokens, pairs of a token and an expert are taken one by one, as BY_PAIR says.
 FEW = 8
-#: Pairs one by one: of the first two projections, and of the last. Chosen for qwen4_exp on an H200, as all of these.
-GATE_UP = Config(8, 512, 4, 1)
-DOWN = Config(8, 128, 4, 1, unroll=5, together=2)
-#: Tiles; the first whose mean is not less than that of the ubatch.
-TILINGS = (
-    Tiling(12, 16, Config(64, 64, 4, 4), Config(64, 64, 4, 4)),
-    Tiling(24, 32, Config(64, 64, 4, 4), Config(64, 64, 4, 4)),
-    Tiling(96, 64, Config(64, 64, 4, 4), Config(128, 64, 4, 4)),
-    Tiling(math.inf, 128, Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+#: Chosen for qwen4_exp on an H200, as all of these.
+BY_PAIR = Launch(
+    math.inf,
+    1,
+    gate_up=Ways(Config(8, 512, 4, 1), Config(8, 512, 4, 1)),
+    down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(8, 128, 4, 1, unroll=5, together=2)),
+)
+#: The first whose mean is not less than that of the ubatch.
+BY_TILE = (
+    Launch(12, 16, Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3)), Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3))),
+    Launch(24, 32, Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3)), Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3))),
+    Launch(96, 64, Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3)), Ways(Config(128, 64, 4, 4), Config(64, 64, 4, 3))),
+    Launch(
+        math.inf,
+        128,
+        gate_up=Ways(Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+        down=Ways(Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+    ),
 )
 # Pairs that are looked at at once where they are sorted, and values that are summed at once.
 _SORTED, _SUMMED = 2048, 1024
@@ -80,7 +96,14 @@ def supports(dtype: torch.dtype, gate_up: Weight, down: Weight) -> bool:
     return dtype in _DTYPES and hidden % aligned == width % aligned == 0 and experts < _MOST_EXPERTS
 
 
-def moe(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
+def moe(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    launch: Launch | None = None,
+) -> torch.Tensor:
     """y_t = sum over slots s of weights[t, s] E_e(x_t), e = chosen[t, s], in float32; never waits.
 
         E_e(x) = W_down,e (silu(G_e x) * (U_e x)),  gate_up[e] = [G_e ; U_e]
@@ -88,6 +111,7 @@ def moe(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up: W
     x [tokens, hidden] bfloat16, float16 or float32, contiguous; chosen integers [tokens, slots], each a number of an
     expert, which is not checked; weights float32 [tokens, slots]; gate_up [experts, 2 * width, hidden] and down
     [experts, hidden, width] of x's dtype, or packed, contiguous. The result is float32 [tokens, hidden].
+    `launch` is how bodies are launched, and by default follows from how many tokens and experts there are.
     Products are summed in float32; for more than FEW tokens, packed weights are rounded to x's dtype first. What goes
     into the last projection, times the weight, is rounded to x's dtype, and for more than FEW tokens so is what comes
     out of it. Source of the formula: engine/layers/moe.py.
@@ -98,11 +122,17 @@ def moe(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up: W
     if not len(x):
         return out
     chosen, weights = chosen.contiguous(), weights.contiguous()
-    if len(x) <= FEW:
-        _by_pair(x, chosen, weights, gate_up, down, out)
-    else:
-        _by_tile(x, chosen, weights, gate_up, down, out)
+    launch = launch or launch_of(len(x), chosen.shape[1], down.shape[0])
+    by = _by_pair if launch.rows == 1 else _by_tile
+    by(launch, x, chosen, weights, gate_up, down, out)
     return out
+
+
+def launch_of(tokens: int, slots: int, experts: int) -> Launch:
+    """How so many tokens are taken."""
+    if tokens <= FEW:
+        return BY_PAIR
+    return next(launch for launch in BY_TILE if tokens * slots <= launch.mean * experts)
 
 
 def reference(
@@ -130,6 +160,7 @@ def _sizes(chosen: torch.Tensor, down: Weight) -> dict[str, int]:
 
 
 def _by_pair(
+    launch: Launch,
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
@@ -140,7 +171,7 @@ def _by_pair(
     sizes = _sizes(chosen, down)
     hidden, width, slots = sizes.values()
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
-    config = GATE_UP
+    config = _config(launch.gate_up, gate_up)
     _bodies().gate_up_rows[(-(-width // config.part), chosen.numel())](
         *(x, chosen, weights, *_planes(gate_up), inner),
         **sizes,
@@ -149,7 +180,7 @@ def _by_pair(
         STAGES=config.stages,
         UNROLL=config.unroll,
     )
-    config = DOWN
+    config = _config(launch.down, down)
     _bodies().down_rows[(-(-hidden // config.part), len(x))](
         *(inner, chosen, *_planes(down), out),
         **sizes,
@@ -162,6 +193,7 @@ def _by_pair(
 
 
 def _by_tile(
+    launch: Launch,
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
@@ -172,29 +204,28 @@ def _by_tile(
     sizes = _sizes(chosen, down)
     hidden, width, slots = sizes.values()
     pairs, experts = chosen.numel(), down.shape[0]
-    tiling = next(one for one in TILINGS if pairs / experts <= one.mean)
-    tables = sorted_by_expert(chosen, experts, tiling.rows)
+    tables = sorted_by_expert(chosen, experts, launch.rows)
     most_tiles = len(tables[1])
     inner = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    config = tiling.gate_up
+    config = _config(launch.gate_up, gate_up)
     _bodies().gate_up_tiles[(-(-width // config.part), most_tiles)](
         *(x, *tables, weights, *_planes(gate_up), inner),
         **sizes,
         **_stored(gate_up),
-        ROWS=tiling.rows,
+        ROWS=launch.rows,
         **_launched(config, hidden),
-        num_stages=_stages(config, 2 * config.part + tiling.rows, x),
+        num_stages=_stages(config, 2 * config.part + launch.rows, x),
     )
-    config = tiling.down
+    config = _config(launch.down, down)
     _bodies().down_tiles[(-(-hidden // config.part), most_tiles)](
         *(inner, *tables, *_planes(down), parts),
         HIDDEN=hidden,
         WIDTH=width,
         **_stored(down),
-        ROWS=tiling.rows,
+        ROWS=launch.rows,
         **_launched(config, width),
-        num_stages=_stages(config, config.part + tiling.rows, x),
+        num_stages=_stages(config, config.part + launch.rows, x),
     )
     _bodies().combine[(len(x), -(-hidden // _SUMMED))](parts, out, HIDDEN=hidden, SLOTS=slots, PART=_SUMMED)
 
@@ -220,6 +251,10 @@ def sorted_by_expert(chosen: torch.Tensor, experts: int, rows: int) -> tuple[tor
         BLOCK=_SORTED,
     )
     return order, tiles, total
+
+
+def _config(ways: Ways, weight: Weight) -> Config:
+    return ways.packed if isinstance(weight, PackedWeight) else ways.plain
 
 
 def _launched(config: Config, inputs: int) -> dict[str, int]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -29,12 +28,10 @@ def some_of(given: Arguments, tokens: slice) -> Arguments:
     return replace(given, x=given.x[tokens], chosen=given.chosen[tokens], weights=given.weights[tokens])
 
 
-def by_tiles(monkeypatch: pytest.MonkeyPatch, rows: int | None = None) -> None:
-    """However few tokens there are, they are sorted; tiles have so many rows, however many there are."""
-    monkeypatch.setattr(moe, "FEW", 0)
-    if rows:
-        tiling = next(one for one in moe.TILINGS if one.rows == rows)
-        monkeypatch.setattr(moe, "TILINGS", (replace(tiling, mean=math.inf),))
+def by_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 16) -> None:
+    """Tiles have so many rows, however few or many tokens there are."""
+    launch = next(one for one in moe.BY_TILE if one.rows == rows)
+    monkeypatch.setattr(moe, "launch_of", lambda *of: launch)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +62,7 @@ def test_there_is_room_for_as_many_tiles_as_can_be(device: torch.device):
     assert total.tolist() == [len(tiles)] == [10]
 
 
-@pytest.mark.parametrize("rows", [tiling.rows for tiling in moe.TILINGS])
+@pytest.mark.parametrize("rows", [launch.rows for launch in moe.BY_TILE])
 def test_every_tiling(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     given = of(60, device, slots=2, sizes=(3, 32, 16))
     by_tiles(monkeypatch, rows)
@@ -135,6 +132,11 @@ def test_numbers_of_experts_are_any_integers(dtype: torch.dtype, device: torch.d
     for tokens in (2, 20):
         given = of(tokens, device)
         assert torch.equal(run(replace(given, chosen=given.chosen.to(dtype))), run(given))
+
+
+def test_how_bodies_are_launched():
+    rows = [moe.launch_of(tokens, 10, 512).rows for tokens in (1, 8, 9, 600, 700, 2048, 8192)]
+    assert rows == [1, 1, 16, 16, 32, 64, 128]
 
 
 def test_what_has_no_kernel():
