@@ -43,22 +43,22 @@ def fill_packed(weight: PackedWeight, part: Part, file: FileOnce, landing: Landi
 
     Raises ModelError where a scale is no finite number.
     """
-    own, stored = cut(weight, part.into), part.stored
-    row_bytes = TYPES[weight.stored].row_bytes(weight.shape[-1])
+    own, stored, kind = cut(weight, part.into), part.stored, TYPES[weight.stored]
+    row_bytes, blocks = kind.row_bytes(weight.shape[-1]), (-1, kind.block_bytes)
+    columns = None if part.tiles is None or part.tiles.dim == 0 else part.tiles.of_elements(kind.block_values)
     # Regrouping takes a few times what is regrouped.
     for box, first in _boxes(own.shape[:-1], max(1, landing.piece_bytes // 4 // row_bytes)):
         sizes = [one.stop - one.start for one in box]
         with landing.piece(row_bytes * math.prod(sizes)) as piece:
             file.read_into(piece, stored.offset + row_bytes * first)
-            pack_into(cut(own, box), piece.view(*sizes, row_bytes).to(weight.device, non_blocking=True))
+            raw = piece.view(*sizes, row_bytes).to(weight.device, non_blocking=True)
+            pack_into(cut(own, box), raw if columns is None else columns.undo(raw.unflatten(-1, blocks)).flatten(-2))
     if part.scale is not None:
         own.planes[1].copy_(read_scale(stored, part.scale, weight.device).view(own.planes[1].shape))
     check_finite(own, f"{stored.path}: {stored.name}")
-    if part.tiles is not None:
+    if part.tiles is not None and part.tiles.dim == 0:
         for plane in own.planes:
-            tiles = part.tiles if part.tiles.dim == 0 else part.tiles.of_elements(own.shape[-1] // plane.shape[-1])
-            assert tiles is not None
-            plane.copy_(tiles.undo(plane))
+            plane.copy_(part.tiles.undo(plane))
 
 
 def passing_bytes(parts: Iterable[Part]) -> int:

@@ -243,24 +243,18 @@ def _why_not(shape: tuple[int, ...], parts: Sequence[Part], block: tuple[int, in
         return "parts of different types"
     if stored == {_FP8} and block is None:
         return "scales of which blocks are no blocks of the whole"
-    if any(len(part.into) >= len(shape) for part in parts) or any(_why_not_changed(shape, part) for part in parts):
+    if any(len(part.into) >= len(shape) for part in parts) or any(map(_why_not_changed, parts)):
         return "columns in another order"
     return ""
 
 
-def _why_not_changed(shape: tuple[int, ...], part: Part) -> bool:
+def _why_not_changed(part: Part) -> bool:
     """Whether a part's change can't be made to packed values: heads that are moved must be whole blocks."""
     if part.change is None or part.tiles is None:
         return part.change is not None
     if part.tiles.dim == 0:
         return part.scale is not None
-    return part.tiles.of_elements(largest_element(part.stored.dtype, shape)) is None
-
-
-def largest_element(stored: str, shape: tuple[int, ...]) -> int:
-    """Values of a row that can't be moved apart."""
-    planes = (shape[-1] // size[-1] for size, _ in plane_shapes(stored, shape))
-    return max(TYPES[stored].block_values, *planes)
+    return part.tiles.of_elements(TYPES[part.stored.dtype].block_values) is None
 
 
 def _common_block(shape: tuple[int, ...], parts: Sequence[Part]) -> tuple[int, int] | None:

@@ -21,6 +21,7 @@ from lazyio.errors import ModelError, SettingError, Unsupported
 from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, random, reference_dequantise
 from lazyio.ple.gguf import open_gguf
 from lazyio.settings import TRUNK_TYPES
+from lazyio.units import format_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ARCHITECTURES = ["gemma3n", "gemma4", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
@@ -131,7 +132,9 @@ def test_what_was_converted_is_said_with_its_bytes(made: Made) -> None:
     assert trunk.forms["model.layers.0.linear_attn.out_proj.weight"].why == "Q4_0 (columns in another order)"
     assert trunk.forms["model.layers.0.linear_attn.in_proj_a.weight"].why == "Q4_0 (a router, or few rows)"
     assert trunk.expanded()[1] == "6.8 KiB of Q4_0 (columns in another order) to 48.0 KiB"
-    assert str(trunk).startswith("366.8 KiB packed as Q4_0 and 62.8 KiB of float32, of which converted: ")
+    packed = sum(form.nbytes for form in trunk.forms.values() if form.packed)
+    said = f"{format_bytes(packed)} packed as Q4_0 and 62.8 KiB of float32, of which converted: "
+    assert str(trunk) == said + "; ".join(trunk.expanded())
     with LLM(made("qwen3_5", "Q4_0"), weights="packed", device="cpu") as llm:
         assert f"qwen3_5, {trunk} on cpu" in llm.summary()
 
