@@ -4,51 +4,61 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from lazyio import settings
+from lazyio.bench.figures import short
 from lazyio.bench.workload import load_ids
-from lazyio.engine.generate import Reply
+from lazyio.engine.generate import Completion, Reply
 from lazyio.engine.llm import LLM
 from lazyio.engine.prompt import Prompt
 from lazyio.engine.sampling import Sampling
-from lazyio.errors import PromptError
+from lazyio.errors import LazyIOError, PromptError
 from lazyio.run import Request
 
 
 def execute(request: Request) -> None:
-    """Load the model, print its reply as it comes and at the end, however that came about, one line of what it took."""
+    """Load the model, print its replies as they come and at the end, however that came about, what they took."""
     # What is wrong with these shows before minutes of loading.
     sampling = Sampling(request.temperature, request.top_k, request.top_p, request.min_p, request.seed)
-    given = _prompt(request)
+    given = _prompts(request)
     end: dict[str, Any] = {"max_tokens": request.max_tokens, "stop": request.stop or ()}
-    with _load(request, lambda llm: llm.check(_asked(llm, request, given), **end)) as llm:
+
+    def check(llm: LLM) -> None:
+        for prompt in given:
+            llm.check(_asked(llm, request, prompt), **end)
+
+    with _load(request, check) as llm, ExitStack() as stack:
         _introduce(llm, request)
-        with llm.reply(_asked(llm, request, given), sampling=sampling, **end) as reply:
-            try:
-                _show(reply, llm, silent=request.json)
-            finally:
-                _conclude(reply, request)
+        began = time.perf_counter()
+        asked = [_asked(llm, request, prompt) for prompt in given]
+        replies = [stack.enter_context(llm.reply(prompt, sampling=sampling, **end)) for prompt in asked]
+        try:
+            _show_all(replies, llm, silent=request.json)
+        finally:
+            _conclude(replies, request, time.perf_counter() - began)
 
 
-def _prompt(request: Request) -> Prompt:
+def _prompts(request: Request) -> list[Prompt]:
     if request.ids is not None:
-        return load_ids(str(request.ids))
-    prompt = sys.stdin.read() if request.prompt == "-" else request.prompt
-    if not prompt:
+        return [load_ids(str(request.ids))]
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in request.prompt or ()]
+    if not all(prompts):
         raise PromptError("the prompt is empty: give some text")
-    return prompt
+    return prompts
 
 
 def _settings(request: Request) -> dict[str, Any]:
     """The settings that were given as options, None for the others."""
-    names = ("lazy_mode", "lookahead", "ubatch", "row_cache", "direct_io", "weights", "trunk")
-    return {name: getattr(request, name) for name in names} | {"strict": request.strict or None}
+    names = ("lazy_mode", "lookahead", "ubatch", "row_cache", "direct_io", "weights", "trunk", "parallel", "mixed")
+    given = {name: getattr(request, name) for name in names}
+    return given | {"strict": request.strict or None, "batch_invariant": request.batch_invariant or None}
 
 
 def _load(request: Request, check: Callable[[LLM], None]) -> LLM:
@@ -96,6 +106,20 @@ def _asked(llm: LLM, request: Request, prompt: Prompt) -> Prompt:
     return [{"role": "user", "content": prompt}] if is_chat else prompt
 
 
+def _show_all(replies: Sequence[Reply], llm: LLM, *, silent: bool) -> None:
+    """Print one after the other. What goes wrong with one is raised when the others are whole."""
+    failed: LazyIOError | None = None
+    for i, reply in enumerate(replies):
+        if i and not silent:
+            print(flush=True)
+        try:
+            _show(reply, llm, silent=silent)
+        except LazyIOError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
 def _show(reply: Reply, llm: LLM, *, silent: bool) -> None:
     """Print text as it becomes certain, or token ids where there is no tokenizer."""
     for piece in reply:
@@ -103,20 +127,34 @@ def _show(reply: Reply, llm: LLM, *, silent: bool) -> None:
             print(piece.text if llm.no_text is None else f"{piece.token} ", end="", flush=True)
 
 
-def _conclude(reply: Reply, request: Request) -> None:
-    completion = reply.completion
+def _conclude(replies: Sequence[Reply], request: Request, seconds: float) -> None:
+    completions = [reply.completion for reply in replies]
     if request.json:
-        result = {
-            "model": str(request.model),
-            "token_ids": completion.token_ids,
-            "text": completion.text,
-            "finish_reason": completion.finish_reason,
-            "account": completion.account.as_json(),
-        }
-        print(json.dumps(result, indent=1))
+        results = [_as_json(request, completion) for completion in completions]
+        print(json.dumps(results[0] if len(results) == 1 else results, indent=1))
     else:
         print(flush=True)
-    _say(completion.account.line())
+    for i, completion in enumerate(completions):
+        number = f"{i + 1}: " if len(completions) > 1 else ""
+        failed = "" if completion.error is None or not number else f"error: {completion.error}; "
+        _say(f"{number}{failed}{completion.account.line()}")
+    if len(completions) > 1:
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        most = max(completion.account.most_together for completion in completions)
+        _say(
+            f"{len(completions)} replies of {tokens:,} tokens together in {seconds:.2f} s, "
+            f"{short(tokens / seconds)}/s, at most {most} at once"
+        )
+
+
+def _as_json(request: Request, completion: Completion) -> dict[str, Any]:
+    return {
+        "model": str(request.model),
+        "token_ids": completion.token_ids,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "account": completion.account.as_json(),
+    }
 
 
 def _say(line: str) -> None:

@@ -22,7 +22,7 @@ from lazyio.model_options import (
     Weights,
 )
 
-_PROMPT, _REPLY, _TABLE = "Prompt", "Reply", "Table"
+_PROMPT, _REPLY, _TABLE, _LANES = "Prompt", "Reply", "Table", "Many at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Request:
     """The options of the command, None where one was not given."""
 
     model: Path
-    prompt: str | None = None
+    prompt: list[str] | None = None
     ids: Path | None = None
     chat: bool | None = None
     max_tokens: int = 128
@@ -46,6 +46,9 @@ class Request:
     row_cache: str | None = None
     direct_io: str | None = None
     table: Path | None = None
+    parallel: int | None = None
+    mixed: int | None = None
+    batch_invariant: bool = False
     strict: bool = False
     device: str | None = None
     dtype: str | None = None
@@ -57,8 +60,13 @@ class Request:
 
     def check(self) -> None:
         """Raise SettingError for options that contradict each other, or of which one would be ignored."""
-        if (self.prompt is None) == (self.ids is None):
-            raise SettingError("give one prompt: text with -p (-p - reads it from stdin), or token ids with --ids")
+        if bool(self.prompt) == (self.ids is not None):
+            raise SettingError(
+                "give one prompt: text with -p (-p - reads it from stdin; several -p give as many replies), or token "
+                "ids with --ids"
+            )
+        if self.prompt and self.prompt.count("-") > 1:
+            raise SettingError("-p - is given more than once, and there is one stdin to read")
         if self.ids is not None and self.chat is not None:
             raise SettingError("--chat and --no-chat have no effect on --ids, which are taken as they are")
 
@@ -67,7 +75,13 @@ def run(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A folder of safetensors, or a GGUF file.")],
     *,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text; - reads it from stdin.", rich_help_panel=_PROMPT)
+        list[str] | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="Text; - reads it from stdin. Given several times, there are as many replies.",
+            rich_help_panel=_PROMPT,
+        ),
     ] = None,
     ids: Annotated[
         Path | None, typer.Option(help="Token ids, a .npy file of integers.", rich_help_panel=_PROMPT)
@@ -115,6 +129,19 @@ def run(
             rich_help_panel=_TABLE,
         ),
     ] = None,
+    parallel: Annotated[
+        int | None, typer.Option(min=1, help="Prompts that are computed at once.", rich_help_panel=_LANES)
+    ] = None,
+    mixed: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of prompts computed together beside replies.", rich_help_panel=_LANES),
+    ] = None,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant", help="No bit depends on what else is computed; slow.", rich_help_panel=_LANES
+        ),
+    ] = False,
     row_cache: RowCache = None,
     direct_io: DirectIO = None,
     table: TablePath = None,

@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 
 from lazyio.cli import app
 from lazyio.engine import LLM
+from lazyio.engine.request import Request as ServedRequest
+from lazyio.errors import ModelError
 
 PROMPT = "abc"
 
@@ -77,6 +79,36 @@ def test_a_chat_is_what_a_model_with_a_template_has(model: Path, texts: dict[str
 def test_a_prompt_from_stdin(model: Path, texts: dict[str, str]) -> None:
     result = run(model, "-p", "-", "--no-chat", "--max-tokens", "6", stdin=PROMPT)
     assert (result.exit_code, result.stdout) == (0, f"{texts[PROMPT]}\n")
+
+
+def test_several_prompts_have_their_replies_in_order(model: Path) -> None:
+    prompts = ["abc", "b", "cabacab"]
+    with LLM(model, device="cpu") as llm:
+        texts = [llm.generate(prompt, max_tokens=6)[0].text for prompt in prompts]
+    options = ["--no-chat", "--max-tokens", "6", "--parallel", "2", "--mixed", "8"]
+    asked = [word for prompt in prompts for word in ("-p", prompt)]
+    result = run(model, *asked, *options)
+    assert (result.exit_code, result.stdout) == (0, "".join(f"{text}\n" for text in texts))
+    assert lines_of(result)[0].endswith(", parallel 2")
+    assert [line.split(":")[1].strip() for line in lines_of(result)[-4:-1]] == ["1", "2", "3"]
+    assert re.search(r"3 replies of 18 tokens together in .* s, .*/s, at most 2 at once$", lines_of(result)[-1])
+    result = run(model, *asked, *options, "--json")
+    assert [each["text"] for each in json.loads(result.stdout)] == texts
+
+
+def test_a_prompt_that_fails_leaves_the_others_whole(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(request: Any, token: int) -> bool:
+        if len(request.prompt) == 1:
+            raise ModelError("planted")
+        return take(request, token)
+
+    take = ServedRequest.take
+    monkeypatch.setattr(ServedRequest, "take", fails)
+    result = run(model, "-p", "abc", "-p", "b", "-p", "abc", "--no-chat", "--max-tokens", "6", "--parallel", "3")
+    first, failed, last = result.stdout.splitlines()
+    assert (result.exit_code, first, failed) == (2, last, "")
+    assert any(line.startswith("lazyio: 2: error: planted; ") for line in lines_of(result))
+    assert lines_of(result)[-1] == "lazyio: error: planted"
 
 
 def test_ids_in_and_out_without_a_tokenizer(bare: Path, tmp_path: Path) -> None:

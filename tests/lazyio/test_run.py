@@ -26,13 +26,15 @@ def test_it_is_a_command() -> None:
     ("given", "match"),
     [
         ({}, "give one prompt"),
-        ({"prompt": "a", "ids": Path("ids.npy")}, "give one prompt"),
+        ({"prompt": [], "ids": None}, "give one prompt"),
+        ({"prompt": ["-", "a", "-"]}, "-p - is given more than once"),
+        ({"prompt": ["a"], "ids": Path("ids.npy")}, "give one prompt"),
         ({"ids": Path("ids.npy"), "chat": True}, "--chat and --no-chat have no effect on --ids"),
         ({"ids": Path("ids.npy"), "chat": False}, "--chat and --no-chat have no effect on --ids"),
     ],
 )
 def test_options_that_contradict_each_other(given: dict[str, object], match: str) -> None:
-    Request(Path("model"), prompt="a", chat=True).check()
+    Request(Path("model"), prompt=["a", "-"], chat=True).check()
     Request(Path("model"), ids=Path("ids.npy")).check()
     with pytest.raises(SettingError, match=match):
         Request(Path("model"), **given).check()  # type: ignore[arg-type]
