@@ -100,7 +100,7 @@ class LLM:
             given = {"table": table, "lazy_mode": lazy_mode, "lookahead": lookahead, **table_options}
             refuse_ignored(self.path, given)
         self._check_auto(ubatch, has_table=found is not None)
-        self._limits = self._limits_of(settings.resolve("mixed", mixed))
+        self.limits = self._limits_of(settings.resolve("mixed", mixed))
         self._text, self.no_text = _open_text(self.path, shape.vocab)
         self._vocab, self._max_tokens = shape.vocab, shape.max_tokens
         if before_loading is not None:
@@ -118,7 +118,7 @@ class LLM:
                 self.pace = None if self.ubatch else measure_pace(self.model, self.table, found[1].heads)
             self._forward = BatchInvariant(self.model) if self.batch_invariant else Forward(self.model)
             admission = Windows(self.model, self.parallel)
-            self.scheduler = Scheduler(self._forward, self.feed, admission, self._limits, self.parallel)
+            self.scheduler = Scheduler(self._forward, self.feed, admission, self.limits, self.parallel)
             stack.callback(self.scheduler.close)
             self._stack = stack.pop_all()
 

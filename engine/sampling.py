@@ -124,14 +124,16 @@ def choose_each(samplers: Sequence[Sampler], logits: torch.Tensor) -> torch.Tens
 
 
 class Following(Sampler):
-    """Chooses, and goes on with the tokens of a given text instead."""
+    """Chooses, and goes on with the tokens of a given text instead; `chosen` are those of its own."""
 
     def __init__(self, text: Sequence[int], vocab: int) -> None:
         super().__init__(Sampling(), vocab)
         self._text = iter(text)
+        self.chosen: list[int] = []
 
     def settle(self, token: int) -> int:
         """The next token of the text; -1 stays what it is."""
+        self.chosen.append(token)
         return token if token < 0 else next(self._text)
 
 

@@ -34,6 +34,9 @@ def bench_engine(
         str, typer.Option(help="Lengths of prompts in tokens, separated by commas; empty for none.")
     ] = "2048",
     decode: Annotated[int, typer.Option(min=0, help="Decode steps; 0 measures none.")] = 128,
+    streams: Annotated[
+        str, typer.Option(help="Replies that go on at once, numbers separated by commas; empty for one sequence.")
+    ] = "",
     context: Annotated[int, typer.Option(min=1, help="Tokens before the first decode step.")] = 256,
     ids: Annotated[
         Path | None,
@@ -85,6 +88,7 @@ def bench_engine(
         table_options={"row_cache": row_cache, "direct_io": direct_io, "strict": strict or None},
         prompts=prompts,
         decode=decode,
+        streams=streams,
         context=context,
         modes=modes,
         lookahead=lookahead,

@@ -15,6 +15,7 @@ from rich.text import Text
 from lazyio.bench.figures import ratio, short
 from lazyio.engine.bench.decoding import DecodeOutcome, Steps
 from lazyio.engine.bench.prompts import PromptOutcome, Timed
+from lazyio.engine.bench.streams import StreamsOutcome, StreamsRun
 from lazyio.engine.bench.ways import Way
 
 
@@ -25,7 +26,8 @@ class EngineOutcome:
     subject: str  # the model, its table, the device
     ways: list[Way]
     prompts: list[PromptOutcome]
-    decode: DecodeOutcome | None
+    decode: DecodeOutcome | None = None
+    streams: StreamsOutcome | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The form that is written to a file."""
@@ -33,12 +35,15 @@ class EngineOutcome:
             "subject": self.subject,
             "prompts": [asdict(outcome) for outcome in self.prompts],
             "decode": None if self.decode is None else asdict(self.decode) | {"raw_p50_us": self.decode.raw_p50_us},
+            "streams": None if self.streams is None else asdict(self.streams),
         }
 
 
 def show_latest(outcome: EngineOutcome, console: Console) -> None:
     """Print what was measured last."""
-    if outcome.decode is not None:
+    if outcome.streams is not None:
+        console.print(_streams_table(outcome.streams))
+    elif outcome.decode is not None:
         console.print(_decode_table(outcome.decode))
     else:
         console.print(_prompt_table(outcome.prompts[-1], outcome.ways))
@@ -88,6 +93,26 @@ def _decode_table(outcome: DecodeOutcome) -> Table:
     for way, again in _turns(outcome.ways):
         runs = outcome.of(way, again=again)
         table.add_row(f"{way.mode}{' (again)' if again else ''}", *(Text(cell(runs)) for cell in columns.values()))
+    return table
+
+
+def _streams_table(outcome: StreamsOutcome) -> Table:
+    steps = f"{outcome.steps:,} steps after {outcome.context:,} tokens"
+    table = _table(f"decode of several streams, {steps}, cold, no row cache: median [lowest, highest]", "streams, mode")
+    columns: dict[str, Callable[[list[StreamsRun]], str]] = {
+        "tokens/s": lambda runs: _spread([run.tokens_per_s for run in runs]),
+        "step\np50, us": lambda runs: _middle([run.step_us for run in runs]),
+        "waited\np50, us": lambda runs: _middle([run.waits_us[0] for run in runs]),
+        "waited\np99, us": lambda runs: _middle([run.waits_us[1] for run in runs]),
+        "scheduler,\n% of a step": lambda runs: _middle([100 * run.host_share for run in runs]),
+    }
+    for name in columns:
+        table.add_column(name, justify="right")
+    arms = [(way, streams, False) for streams in outcome.streams for way in outcome.ways]
+    for way, streams, again in [*arms, (outcome.ways[0], outcome.streams[0], True)]:
+        runs = outcome.of(way, streams, again=again)
+        label = f"{streams}, {way.mode}{' (again)' if again else ''}"
+        table.add_row(label, *(Text(cell(runs)) for cell in columns.values()))
     return table
 
 
@@ -143,12 +168,20 @@ def _method(outcome: EngineOutcome) -> list[str]:
             "least is that less the time to the table. Steps are given tokens of the text, each begun when the token "
             "before it was sampled."
         )
+    if outcome.streams is not None:
+        lines.append(
+            "Streams: each follows a text of its own, one token a step, chosen and then replaced by the text's. Steps "
+            "in which all of them go on are measured. scheduler: the host's time in a step beside launching the model "
+            "and waiting for it. The tokens chosen were the same in all runs with as many streams."
+        )
     return [*lines, "Logits: equal, bit for bit, in all runs over the same tokens and cuts.", *_fallbacks(outcome)]
 
 
 def _fallbacks(outcome: EngineOutcome) -> list[str]:
     rounds = [turns for prompt in outcome.prompts for turns in prompt.rounds]
     backends = {(timed.way.mode, timed.run.backend) for turns in rounds for timed in turns}
+    if outcome.streams is not None:
+        backends |= {(run.way.mode, run.backend) for turns in outcome.streams.rounds for run in turns}
     if outcome.decode is not None:
         backends |= {(steps.way.mode, steps.run.backend) for turns in outcome.decode.rounds for steps in turns}
     return sorted(

@@ -85,7 +85,7 @@ class Rig:
         """
         if not warm:
             make_cold(self.spec)
-        with self._feed(way, {}) as feed:
+        with self.feed(way, {}) as feed:
             if warm:
                 self._timed_prompt(way, feed, tokens, cuts)
             return self._timed_prompt(way, feed, tokens, cuts)
@@ -97,13 +97,14 @@ class Rig:
         """
         make_cold(self.spec)
         without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
-        with self._feed(way, without_cache) as feed:
+        with self.feed(way, without_cache) as feed:
             return self._timed_steps(way, feed, tokens, context)
 
     @contextmanager
-    def _feed(self, way: Way, more: dict[str, Any]) -> Iterator[Feed]:
+    def feed(self, way: Way, more: dict[str, Any], *, timed: bool = False) -> Iterator[Feed]:
+        """What brings the rows, from a table opened with some options `more`; see DeviceTable for `timed`."""
         with self._table(way.mode, more) as table:
-            device_table = DeviceTable(table, self.model.device, self.model.dtype)
+            device_table = DeviceTable(table, self.model.device, self.model.dtype, timed=timed)
             with closing(device_table):
                 yield Feed(device_table, self.row_ids, way.lookahead)
 
@@ -138,7 +139,7 @@ class Rig:
         gauge.stop()
         to_table, waits, behind = (moments.seconds()[first::3] for first in range(3))
         computes = tuple(one + other for one, other in zip(to_table, behind, strict=True))
-        digest = self._checked(f"a prompt of {len(tokens)} tokens in {list(cuts)}", way, [logits])
+        digest = self.checked(f"a prompt of {len(tokens)} tokens in {list(cuts)}", way, [logits])
         return PromptRun(wall, computes, tuple(waits), table.stats() - before, gauge.total, table.backend, digest)
 
     def _timed_steps(self, way: Way, feed: Feed, tokens: Sequence[int], context: int) -> DecodeRun:
@@ -162,10 +163,10 @@ class Rig:
             waits.append(rows.exposed_s)
             sampled.append(logits)
         stats = feed.table.stats() - before
-        digest = self._checked(f"{len(tokens) - context} steps after {context} tokens", way, sampled)
+        digest = self.checked(f"{len(tokens) - context} steps after {context} tokens", way, sampled)
         return DecodeRun(tuple(steps), tuple(to_table), tuple(waits), stats, feed.table.backend, digest)
 
-    def _checked(self, what: str, way: Way, logits: Sequence[torch.Tensor]) -> str:
+    def checked(self, what: str, way: Way, logits: Sequence[torch.Tensor]) -> str:
         """A digest of the logits, if they are those of the runs before. Raises RunsDifferError."""
         digest = blake2b(torch.cat(list(logits)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
         first, expected = self._digests.setdefault(what, (way.label, digest))

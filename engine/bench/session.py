@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from lazyio import settings
 from lazyio.bench.cold import make_cold
 from lazyio.bench.watch import Watch
 from lazyio.bench.workload import load_ids
@@ -20,9 +21,11 @@ from lazyio.engine.bench.decoding import measure_decode
 from lazyio.engine.bench.prompts import PromptBench
 from lazyio.engine.bench.report import EngineOutcome
 from lazyio.engine.bench.rig import Rig
+from lazyio.engine.bench.streams import StreamsOutcome, measure_streams, streams_of
 from lazyio.engine.bench.ways import Way, ways_of
 from lazyio.engine.llm import LLM
 from lazyio.engine.place import check_state
+from lazyio.engine.planning import Limits
 from lazyio.engine.weights.load import open_source, outline
 from lazyio.errors import ModelError, SettingError
 from lazyio.units import format_bytes
@@ -37,6 +40,7 @@ class EngineRequest:
     table_options: dict[str, Any]
     prompts: str
     decode: int
+    streams: str
     context: int
     modes: str
     lookahead: str
@@ -53,6 +57,8 @@ class EngineRequest:
             raise SettingError(f"--prompts is {self.prompts!r}; it can be numbers of tokens separated by commas")
         if not words and not self.decode:
             raise SettingError("there is nothing to measure: give --prompts or --decode")
+        if self.streams and not self.decode:
+            raise SettingError("--streams measures decode steps, and --decode is 0: give a number of them")
         return [int(word) for word in words]
 
 
@@ -63,9 +69,13 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
     raise.
     """
     lengths, ways = request.lengths(), ways_of(request.modes, request.lookahead)
-    most = max([*lengths, request.context + request.decode if request.decode else 0])
+    modes = [Way(mode, 0) for mode in dict.fromkeys(way.mode for way in ways)]
+    together = _streams(request, modes)
+    decode = request.context + request.decode if request.decode else 0
+    most = max([*lengths, decode, *map(together.tokens_each, together.streams)])
+    text = max([most, *(count * together.tokens_each(count) for count in together.streams)])
     # Before anything is opened, and minutes of loading.
-    tokens, source = tokens_of(request.ids, most, _vocab_of(request, most), request.seed)
+    tokens, source = tokens_of(request.ids, text, _vocab_of(request, most), request.seed)
     with LLM(request.path, **request.model) as llm, ExitStack() as stack:
         assert llm.table is not None
         assert llm.feed is not None
@@ -80,16 +90,24 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
         bench = PromptBench(rig, ways, request.rounds, request.seed)
         steps = request.rounds * (len(ways) + 1)
         with Watch(console, steps) as watch:
-            outcome = EngineOutcome(subject, ways, [], None)
+            outcome = EngineOutcome(subject, ways, [])
             for length, warm in product(lengths, heats):
                 measured = bench.measure(tokens[:length], cuts[length], warm=warm, watch=watch)
                 outcome.prompts.append(measured)
                 yield outcome
-            if request.decode:
-                modes = [Way(mode, 0) for mode in dict.fromkeys(way.mode for way in ways)]
+            if together.streams:
+                outcome.streams = measure_streams(rig, together, tokens, request.rounds, watch)
+                yield outcome
+            elif request.decode:
                 taken = tokens[: request.context + request.decode]
                 outcome.decode = measure_decode(rig, modes, taken, request.context, request.rounds, request.seed, watch)
                 yield outcome
+
+
+def _streams(request: EngineRequest, modes: list[Way]) -> StreamsOutcome:
+    ubatch = settings.resolve("ubatch", request.model["ubatch"]) or settings.SETTINGS["ubatch"].default
+    limits = Limits(ubatch, min(ubatch, settings.resolve("mixed")))
+    return StreamsOutcome(modes, streams_of(request.streams), request.context, request.decode, limits)
 
 
 def _vocab_of(request: EngineRequest, tokens: int) -> int:

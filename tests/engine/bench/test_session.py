@@ -172,3 +172,36 @@ def test_a_table_in_memory_is_read_once(folder: Path, monkeypatch: pytest.Monkey
     for table in tables:
         with pytest.raises(TableError, match="closed"):
             table.gather([0])
+
+
+def test_streams(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run(
+        folder, "--prompts", "", "--streams", "1,3", "--modes", "uring", "--lookahead", "2", "--json", out, *FEW
+    )
+    assert result.exit_code == 0, result.output
+    assert "decode of several streams, 3 steps after 5 tokens" in result.output
+    measured = json.loads(out.read_text())["streams"]
+    (turns,) = measured["rounds"]
+    arms = [(turn["streams"], turn["way"]["mode"], turn["again"]) for turn in turns]
+    pairs = [(1, "off", False), (1, "uring", False), (3, "off", False), (3, "uring", False)]
+    assert arms == [*pairs, (1, "off", True)]
+    for turn in turns:
+        assert len(turn["steps_s"]) == len(turn["waits_s"]) == 3
+        assert 0 < turn["host_s"] < sum(turn["steps_s"])
+        assert turn["stats"]["rows"] == turn["streams"] * 3 * 8
+    assert len({turn["chosen"] for turn in turns}) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--streams", "0"], "whole number from 1 to 1024"),
+        (["--streams", "2,2"], "each once"),
+        (["--streams", "2", "--prompts", "8", "--decode", "0"], "--decode is 0"),
+    ],
+)
+def test_streams_that_can_not_be(folder: Path, arguments: list[str], said: str) -> None:
+    result = run(folder, *arguments)
+    assert result.exit_code == 2
+    assert said in result.output

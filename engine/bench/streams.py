@@ -1,0 +1,170 @@
+"""Replies that are computed together, by how many: tokens a second, waits for rows, the scheduler's own time.
+
+Each stream follows a part of a real text, as the steps of one sequence do in `decoding`. Steps are measured from the
+moment when all of them reply.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+
+from lazyio import settings
+from lazyio.bench.cold import make_cold
+from lazyio.bench.turns import in_turn
+from lazyio.bench.watch import Watch
+from lazyio.engine.account import Meter, percentile
+from lazyio.engine.admission import Windows
+from lazyio.engine.bench.rig import Rig
+from lazyio.engine.bench.ways import Way
+from lazyio.engine.feed import Feed
+from lazyio.engine.forward import Forward
+from lazyio.engine.planning import Limits
+from lazyio.engine.request import Request
+from lazyio.engine.sampling import Following
+from lazyio.engine.scheduler import Scheduler
+from lazyio.engine.writing import Plan, Writing
+from lazyio.errors import SettingError
+from lazyio.gate import TableStats
+from lazyio.modes import Backend
+from lazyio.ple.cuts import fixed_cuts
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsRun:
+    """Steps of `streams` replies at once. `waits_s` are what computing stood still for rows, in each step.
+
+    `host_s` is what the scheduler took in them, beside launching the model and waiting for it.
+    """
+
+    way: Way
+    streams: int
+    again: bool
+    steps_s: tuple[float, ...]
+    waits_s: tuple[float, ...]
+    host_s: float
+    stats: TableStats
+    backend: Backend
+    chosen: str  # a digest of the tokens that were chosen
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all streams together."""
+        return self.streams * len(self.steps_s) / sum(self.steps_s)
+
+    @property
+    def host_share(self) -> float:
+        """The scheduler's part of a step."""
+        return self.host_s / sum(self.steps_s)
+
+    @property
+    def waits_us(self) -> tuple[float, float]:
+        """How long a step waited for its rows, p50 and p99."""
+        half, most = (1e6 * percentile(self.waits_s, share) for share in (0.5, 0.99))
+        return half, most
+
+    @property
+    def step_us(self) -> float:
+        """A step, p50."""
+        return 1e6 * statistics.median(self.steps_s)
+
+
+@dataclass(slots=True)
+class StreamsOutcome:
+    """All rounds."""
+
+    ways: list[Way]  # one a mode
+    streams: list[int]
+    context: int
+    steps: int
+    limits: Limits
+    rounds: list[list[StreamsRun]] = field(default_factory=list)
+
+    def tokens_each(self, streams: int) -> int:
+        """Of the text that a stream follows: steps go on until the last one's prompt is done, and then are measured."""
+        return self.context + streams * -(-self.context // self.limits.mixed) + self.steps + 1
+
+    def of(self, way: Way, streams: int, *, again: bool = False) -> list[StreamsRun]:
+        """The runs of a way with so many streams, one a round."""
+        runs = [run for turns in self.rounds for run in turns]
+        return [run for run in runs if (run.way, run.streams, run.again) == (way, streams, again)]
+
+
+def streams_of(text: str) -> list[int]:
+    """Numbers of streams, separated by commas. Raises SettingError for other text."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    streams = [settings.resolve("parallel", word) for word in words]
+    if len(set(streams)) < len(streams):
+        raise SettingError(f"--streams is {text!r}; it can be numbers separated by commas, each once")
+    return streams
+
+
+def measure_streams(
+    rig: Rig, outcome: StreamsOutcome, tokens: Sequence[int], rounds: int, watch: Watch
+) -> StreamsOutcome:
+    """All rounds over parts of `tokens`, one for each stream. Raises NotCold, RunsDifferError, what tables raise."""
+    arms = [(way, streams) for streams in outcome.streams for way in outcome.ways]
+    for streams in outcome.streams:  # libraries choose and compile their kernels
+        _run(rig, outcome, (outcome.ways[0], streams), tokens, again=False)
+    for number in range(rounds):
+        turns = list[StreamsRun]()
+        for arm, again in in_turn(arms, arms[0], number):
+            label = f"{arm[1]} streams, {arm[0].mode}"
+            watch.begin(f"{label}, round {number + 1} of {rounds}")
+            turns.append(_run(rig, outcome, arm, tokens, again=again))
+            watch.note(f"{label}: {turns[-1].tokens_per_s:,.1f} tokens/s")
+        outcome.rounds.append(turns)
+    return outcome
+
+
+def _run(
+    rig: Rig, outcome: StreamsOutcome, arm: tuple[Way, int], tokens: Sequence[int], *, again: bool
+) -> StreamsRun:
+    way, streams = arm
+    make_cold(rig.spec)
+    without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
+    with rig.feed(way, without_cache, timed=True) as feed:
+        samplers, requests = _requests(rig, outcome, feed, tokens, streams)
+        scheduler = Scheduler(Forward(rig.model), feed, Windows(rig.model, streams), outcome.limits, streams)
+        with closing(scheduler):
+            for request in requests:
+                scheduler.add(request)
+            while not all(request.replies for request in requests):
+                _step(scheduler, requests)
+            host_s, stats = scheduler.counts.host_s, feed.table.stats()
+            for _ in range(outcome.steps):
+                _step(scheduler, requests)
+            host_s, stats = scheduler.counts.host_s - host_s, feed.table.stats() - stats
+            account = requests[0].meter.account(outcome.steps)
+        backend = feed.table.backend
+    what = f"{streams} streams of {outcome.steps} steps after {outcome.context} tokens"
+    chosen = rig.checked(what, way, [torch.tensor(sampler.chosen) for sampler in samplers])
+    steps_s, waits_s = account.steps_s[-outcome.steps :], account.steps_waited_s[-outcome.steps :]
+    return StreamsRun(way, streams, again, steps_s, waits_s, host_s, stats, backend, chosen)
+
+
+def _requests(
+    rig: Rig, outcome: StreamsOutcome, feed: Feed, tokens: Sequence[int], streams: int
+) -> tuple[list[Following], list[Request]]:
+    samplers, requests = [], []
+    each = outcome.tokens_each(streams)
+    for start in range(0, streams * each, each):
+        text = tokens[start : start + each]
+        prompt, reply = text[: outcome.context], text[outcome.context :]
+        plan = Plan(prompt, fixed_cuts(len(prompt), outcome.limits.ubatch), len(reply), (), ())
+        meter = Meter(len(prompt), feed.table, on_cuda=rig.model.device.type == "cuda")
+        samplers.append(Following(reply, rig.model.vocab))
+        requests.append(Request(plan, samplers[-1], Writing(plan, None), meter))
+    return samplers, requests
+
+
+def _step(scheduler: Scheduler, requests: Sequence[Request]) -> None:
+    """Compute a ubatch. Raises what one of the requests fails with."""
+    scheduler.step()
+    for request in requests:
+        if request.error is not None:
+            raise request.error
