@@ -116,3 +116,24 @@ def test_replies_come_in_the_order_of_prompts(saved: Callable[[str], tuple[Any, 
     assert {each.account.most_together for each in together} >= {3}
     assert all(len(each.account.steps_s) == len(each.account.steps_waited_s) == 6 for each in together)
     assert [sum(each.account.cuts) for each in together] == [len(prompt) for prompt in prompts]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu(name: str, saved: Callable[[str], tuple[Any, Path]], agree: Callable[..., None]) -> None:
+    """Near in float32, and bit-equal where batches must not matter, in bfloat16 too."""
+    pair, folder = saved(name)
+    texts = texts_of(pair, 8, 480)
+    given: dict[str, Any] = {"device": "cuda", "lazy_mode": "uring", "mixed": 256, "ubatch": 512}
+    for dtype, invariant in (("float32", False), ("float32", True), ("bfloat16", True)):
+        solo: list[torch.Tensor] = []
+        for streams in (1, 4, 8):
+            with LLM(folder, dtype=dtype, parallel=streams, batch_invariant=invariant, **given) as llm:
+                found = [each.cpu() for each in logits_of(llm, texts)]
+            solo = solo or found
+            for one, expected in zip(found, solo, strict=True):
+                if invariant:
+                    assert torch.equal(one, expected)
+                else:
+                    agree(one, expected)
