@@ -50,6 +50,10 @@ def planned(path: Path, weights: str = "packed", device: torch.device = CPU) -> 
     return plan_trunk(source, outline(source), device=device, dtype=torch.float32, weights=weights)
 
 
+def outline_of(architecture: str, size: str = "tiny") -> Model:
+    return plan_model(architecture, size).model
+
+
 def weights_of(trunk: Trunk) -> dict[str, torch.Tensor | PackedWeight]:
     return {name: trunk.model.weight(name) for name in trunk.forms}
 
@@ -255,5 +259,34 @@ def test_variables_that_have_no_effect_are_left_alone(made: Made, monkeypatch: p
         assert llm.trunk.packed_types == ["Q4_0"]
 
 
-def outline_of(architecture: str, size: str = "tiny") -> Model:
-    return plan_model(architecture, size).model
+# --- on a device -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_gpu_keeps_weights_packed(made: Made, agree: Callable[..., None], architecture: str) -> None:
+    found = []
+    for weights, stays in (("auto", True), ("dequantised", False)):
+        with LLM(made(architecture, "Q4_0"), weights=weights, device="cuda", dtype="float32") as llm:
+            assert bool(llm.trunk.packed_types) == stays
+            found.append(llm.logits(TOKENS, cuts=[20, 14, 1]))
+    agree(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("stored", sorted(PACKED_TYPES))
+def test_random_weights_on_a_gpu(tmp_path: Path, agree: Callable[..., None], stored: str) -> None:
+    """What the GPU makes of them is what the CPU makes of the same planes."""
+    write_folder(plan_model("qwen3_5_moe"), tmp_path / "model", with_trunk=False)
+    given = {"load_format": "dummy", "trunk": stored, "dtype": "float32"}
+    with LLM(tmp_path / "model", device="cuda", **given) as llm:
+        logits = llm.logits(TOKENS, cuts=[34, 1])
+        weights = weights_of(llm.trunk)
+    with LLM(tmp_path / "model", device="cpu", **given) as llm:
+        for name, weight in weights.items():
+            llm.trunk.put(
+                name, torch.nn.Parameter(weight.cpu()) if isinstance(weight, torch.Tensor) else weight.to(CPU)
+            )
+        agree(llm.logits(TOKENS, cuts=[34, 1]), logits)
