@@ -190,6 +190,11 @@ class Recent:
         return joined
 
     @property
+    def entries(self) -> torch.Tensor:
+        """Those of the last `count` tokens, [count, *shape], for whoever moves them on in place."""
+        return self._entries
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._entries.nbytes

@@ -18,7 +18,15 @@ from lazyio.errors import SettingError, Unsupported
 from lazyio.kernels.contract import Case, Kernel, Resources, error_of, has_triton, interpreted, resources, usable
 
 #: Modules of this folder that have a KERNEL.
-NAMES = ("block_selection", "expand_rows", "gated_delta_rule", "hyper_connection", "moe", "sparse_attention")
+NAMES = (
+    "block_selection",
+    "expand_rows",
+    "gated_delta_rule",
+    "hyper_connection",
+    "moe",
+    "ple_block",
+    "sparse_attention",
+)
 
 
 @dataclass(frozen=True, slots=True)

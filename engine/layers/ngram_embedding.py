@@ -12,6 +12,8 @@ from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import RmsNorm
 from lazyio.engine.state import Recent
 from lazyio.engine.ubatch import Rows, Ubatch
+from lazyio.kernels.contract import usable
+from lazyio.kernels.ple_block import Weights, ple_block, supports
 
 
 class DilatedConv(nn.Module):
@@ -69,11 +71,27 @@ class NgramEmbedding(nn.Module):
 
     def forward(self, streams: torch.Tensor, ubatch: Ubatch, rows: Rows) -> torch.Tensor:
         """What to add to the streams [tokens, streams * hidden]; same shape. Waits for the rows as late as it can."""
+        if self._fused(streams):
+            values = rows.values()
+            return self._by_kernel(streams, self.key_proj(values), self.value_proj(values), ubatch)
         query = self.norm_query(streams)
         values = rows.values()
         gate = self._gate(self.norm_key(self.key_proj(values)), query)
         gated: torch.Tensor = (gate[..., None] * self.value_proj(values)[:, None]).flatten(-2)
         return gated + functional.silu(self.conv1d(self.norm_conv(gated), ubatch)).to(gated.dtype)
+
+    def _fused(self, streams: torch.Tensor) -> bool:
+        """Whether kernels do the work: float32 is left to torch, whose results are the ones to compare with."""
+        has = supports(streams.dtype, self.hidden, self.conv1d.reach)
+        return usable(streams.device) and streams.dtype != torch.float32 and has
+
+    def _by_kernel(
+        self, streams: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ubatch: Ubatch
+    ) -> torch.Tensor:
+        norms = (self.norm_query.weight, self.norm_key.weight, self.norm_conv.weight)
+        weights = Weights(*norms, self.conv1d.weight[:, 0], self.conv1d.dilation, self.norm_conv.eps)
+        history = [span.state.pieces[self.conv1d].entries for span in ubatch.spans]
+        return ple_block(streams, keys, values, weights, [(span.start, span.length) for span in ubatch.spans], history)
 
     def _gate(self, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         products = (key * query).view(-1, self.streams, self.hidden)
