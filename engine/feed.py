@@ -72,6 +72,13 @@ class Feed:
         return torch.empty(tokens, width, dtype=self._rows.dtype, device=self._rows.device)
 
     def _joined(self, sequences: Sequence[tuple[Tokens, Tokens | None]]) -> Int64:
+        context = self.row_ids.context
+        if len(sequences) > 1 and all(
+            len(tokens) == 1 and before is not None and len(before) >= context for tokens, before in sequences
+        ):
+            # Steps of replies: told by one call for all, in which each lies behind the tokens that it depends on.
+            known = [token for tokens, before in sequences for token in (*_last(before, context), tokens[0])]
+            return self.row_ids(known)[context :: context + 1]
         ids = [self.row_ids(tokens, before) for tokens, before in sequences]
         if len(ids) == 1:
             return ids[0]
@@ -81,6 +88,10 @@ class Feed:
         for tokens in chunks:
             yield self.row_ids(tokens, before)
             before = self.row_ids.tail(tokens, before)
+
+
+def _last(before: Tokens | None, context: int) -> Tokens:
+    return () if before is None else before[len(before) - context :]
 
 
 class TokenRows:

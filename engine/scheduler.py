@@ -32,10 +32,15 @@ _ROOM_OF_QUEUE = 2
 
 @dataclass(slots=True)
 class Counts:
-    """What a scheduler did. `host_s` is what its steps took beside launching and waiting for the model."""
+    """What a scheduler did.
+
+    `rows_s` is what asking for the rows of the next tokens took, up to where their reads are under way; `host_s` what
+    steps took beside that and beside launching and waiting for the model.
+    """
 
     steps: int = 0
     steps_s: float = 0.0
+    rows_s: float = 0.0
     host_s: float = 0.0
     most_lanes: int = 0
     refused: int = 0  # times that the first of the queue found no room
@@ -205,10 +210,11 @@ class Scheduler:
         done = time.perf_counter()
         for place, failure in ({} if rows is None else rows.failed).items():
             self._end(batch.owner(place), failure)
-        self._go_on(requests, tokens)
+        asking_s = self._go_on(requests, tokens)
+        self.counts.rows_s += asking_s
         seconds = time.perf_counter() - began
         _note(batch, Wait() if rows is None else rows.wait, seconds, done - awaited)
-        self.counts.add(seconds, seconds - (done - launched))
+        self.counts.add(seconds, seconds - (done - launched) - asking_s)
 
     def _rows(self, batch: Batch) -> BatchRows | None:
         if self._feed is None:
@@ -222,16 +228,22 @@ class Scheduler:
         logits = self._forward.logits(hidden)
         return choose_each([request.sampler for request in requests], logits)
 
-    def _go_on(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
-        """Give each its token, ask for the rows of those that go on, and only then make text of it."""
+    def _go_on(self, requests: Sequence[Request], tokens: Sequence[int]) -> float:
+        """Give each its token, ask for the rows of those that go on, and only then make text of it.
+
+        Returns the seconds that the asking took.
+        """
         going = []
         for request, token in zip(requests, tokens, strict=True):
             if not request.ended and self._tried(request, lambda: request.take(token)):  # noqa: B023
                 going.append(request)
+        began = time.perf_counter()
         self._ask(going)
+        asking_s = time.perf_counter() - began
         for request in requests:
             if not request.ended and not self._tried(request, request.write):
                 self._end(request)
+        return asking_s
 
     def _tried(self, request: Request, act: Callable[[], bool]) -> bool:
         try:

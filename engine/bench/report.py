@@ -104,6 +104,7 @@ def _streams_table(outcome: StreamsOutcome) -> Table:
         "step\np50, us": lambda runs: _middle([run.step_us for run in runs]),
         "waited\np50, us": lambda runs: _middle([run.waits_us[0] for run in runs]),
         "waited\np99, us": lambda runs: _middle([run.waits_us[1] for run in runs]),
+        "asking for\nrows, us": lambda runs: _middle([1e6 * run.rows_s / len(run.steps_s) for run in runs]),
         "scheduler,\n% of a step": lambda runs: _middle([100 * run.host_share for run in runs]),
     }
     for name in columns:
@@ -170,9 +171,9 @@ def _method(outcome: EngineOutcome) -> list[str]:
         )
     if outcome.streams is not None:
         lines.append(
-            "Streams: each follows a text of its own, one token a step, chosen and then replaced by the text's. Steps "
-            "in which all of them go on are measured. scheduler: the host's time in a step beside launching the model "
-            "and waiting for it. The tokens chosen were the same in all runs with as many streams."
+            "Streams: each follows a text of its own, one token a step, chosen and then replaced by the text's. asking "
+            "for rows: until the reads of a step are under way. scheduler: the host's time in a step beside that, "
+            "launching the model and waiting for it. The tokens chosen were the same in all runs with as many streams."
         )
     return [*lines, "Logits: equal, bit for bit, in all runs over the same tokens and cuts.", *_fallbacks(outcome)]
 

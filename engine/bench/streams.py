@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -38,7 +38,8 @@ from lazyio.ple.cuts import fixed_cuts
 class StreamsRun:
     """Steps of `streams` replies at once. `waits_s` are what computing stood still for rows, in each step.
 
-    `host_s` is what the scheduler took in them, beside launching the model and waiting for it.
+    `rows_s` is what asking for rows took in all of them, `host_s` what the scheduler took beside that, launching the
+    model and waiting for it.
     """
 
     way: Way
@@ -46,6 +47,7 @@ class StreamsRun:
     again: bool
     steps_s: tuple[float, ...]
     waits_s: tuple[float, ...]
+    rows_s: float
     host_s: float
     stats: TableStats
     backend: Backend
@@ -135,16 +137,17 @@ def _run(
                 scheduler.add(request)
             while not all(request.replies for request in requests):
                 _step(scheduler, requests)
-            host_s, stats = scheduler.counts.host_s, feed.table.stats()
+            before, stats = replace(scheduler.counts), feed.table.stats()
             for _ in range(outcome.steps):
                 _step(scheduler, requests)
-            host_s, stats = scheduler.counts.host_s - host_s, feed.table.stats() - stats
+            stats, counts = feed.table.stats() - stats, scheduler.counts
+            rows_s, host_s = counts.rows_s - before.rows_s, counts.host_s - before.host_s
             account = requests[0].meter.account(outcome.steps)
         backend = feed.table.backend
     what = f"{streams} streams of {outcome.steps} steps after {outcome.context} tokens"
     chosen = rig.checked(what, way, [torch.tensor(sampler.chosen) for sampler in samplers])
     steps_s, waits_s = account.steps_s[-outcome.steps :], account.steps_waited_s[-outcome.steps :]
-    return StreamsRun(way, streams, again, steps_s, waits_s, host_s, stats, backend, chosen)
+    return StreamsRun(way, streams, again, steps_s, waits_s, rows_s, host_s, stats, backend, chosen)
 
 
 def _requests(

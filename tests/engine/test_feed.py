@@ -187,6 +187,20 @@ def test_steps_have_their_rows_in_every_mode(spec: TableSpec, arguments: dict[st
         same_bits(rows.values(), torch.cat(wanted))
 
 
+@pytest.mark.parametrize("places", [(2, 9), (41, 40, 42, 99, 100, 101, 102, 3), (0, 1, 5), (1,)])
+def test_steps_of_several_sequences_at_once(table: LazyTable, places: tuple[int, ...]) -> None:
+    feed = feed_of(table)
+    for reach in (2, 3, 300):
+        before = [TOKENS[max(0, place - reach) : place].tolist() for place in places]
+        tokens = [[int(TOKENS[place])] for place in places]
+        wanted = torch.cat([expected(table)[place : place + 1] for place in places])
+        same_bits(feed.step(list(zip(tokens, before, strict=True))).values(), wanted)
+    identity = Feed(DeviceTable(table, CPU, torch.float32), IdentityRowIds(ROWS), 2)
+    assert identity.step([([7], []), ([2999], [4])]).ids.tolist() == [[7], [2999]]
+    with pytest.raises(RowIndexError, match="3000"):
+        identity.step([([7], []), ([3000], [4])])
+
+
 def test_a_step_writes_to_a_fixed_place(table: LazyTable) -> None:
     out = torch.zeros(1, 16 * 160)
     for place in (5, 6):
