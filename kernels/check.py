@@ -25,6 +25,7 @@ NAMES = (
     "hyper_connection",
     "moe",
     "ple_block",
+    "packed_matmul",
     "sparse_attention",
 )
 

@@ -4,10 +4,12 @@ Blocks of 18 to 210 bytes are badly aligned for wide loads. So what a kernel loa
 row all codes, all high bits, all scales. Nothing is lost, and a weight grows by less than 3 %, since the 6-bit scales
 of Q4_K and Q5_K become bytes. `_PLANES` has the planes of each type, and packed_tiles.py reads them on a GPU.
 
-    codes   two of 4 bits in a byte, neighbours, the first in its low half; else one in a byte
-    high    what a code has above its 4 bits, of 32 codes (Q5) or of 16 (Q6), the first in the lowest bits of a word
+    codes   of 8 bits in their order; of 4 bits 64 in 8 words: word j has codes 16 p + 2 j in its lower half, and those
+            that follow on them in its upper half, in the order of p. So one mask takes a pair of neighbours out of it,
+            with room for the exponents that make floats of both. Rows are filled up to whole words
+    high    what codes have above 4 bits, of each word: 4 bits or 4 pairs of bits for its lower half, then for its upper
     scales  one a group: float16; or scale and least value, float16 both, in the low and the high half of a word
-    within K-quants, scales are integers (with the least value in the high byte) of which a block of 256 has the unit
+    units   K-quants' scales are integers (with the least value in the high byte) of which a block of 256 has the unit
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from lazyio.kernels.expand_rows import bits, nibbles
 from lazyio.ple.dtypes import TYPES
 
 _WORD, _HALF = torch.int32, torch.float16
-_CODES, _HIGH = (2, torch.uint8), (32, _WORD)
+_CODES, _HIGH = (8, _WORD), (16, torch.int16)
 
 # Of each plane: how many values of a row an element is for, and its dtype.
 _PLANES: dict[str, tuple[tuple[int, torch.dtype], ...]] = {
@@ -35,10 +37,15 @@ _PLANES: dict[str, tuple[tuple[int, torch.dtype], ...]] = {
     "Q5_1": (_CODES, _HIGH, (32, _WORD)),
     "Q4_K": (_CODES, (32, torch.int16), (256, _WORD)),
     "Q5_K": (_CODES, _HIGH, (32, torch.int16), (256, _WORD)),
-    "Q6_K": (_CODES, (16, _WORD), (16, torch.int8), (256, _HALF)),
+    "Q6_K": (_CODES, (8, torch.int16), (16, torch.int8), (256, _HALF)),
 }
 _FP8 = "F8_E4M3"
-_HAS_HIGH = ("Q5_0", "Q5_1", "Q5_K", "Q6_K")
+# Bits that codes have above 4.
+_HIGH_BITS = {"Q5_0": 1, "Q5_1": 1, "Q5_K": 1, "Q6_K": 2}
+# Rows that are looked through at once for values that are no numbers.
+_ROWS_AT_ONCE = 1 << 14
+# Values of the words that hold their codes together.
+_WHOLE = 64
 
 #: Stored types that can be kept packed.
 PACKED_TYPES = frozenset({*_PLANES, _FP8})
@@ -81,7 +88,7 @@ class PackedWeight:
     def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes, high bits, scales and units as kernels take them; the codes stand in for what a type lacks."""
         codes, *rest = self.planes
-        high = rest.pop(0) if self.stored in _HAS_HIGH else codes
+        high = rest.pop(0) if self.stored in _HIGH_BITS else codes
         return codes, high, rest[0], rest[1] if len(rest) > 1 else codes
 
 
@@ -110,7 +117,10 @@ def plane_shapes(
             f"a weight {list(shape)} can't be {stored}: rows of {inputs} values are no whole number of blocks of "
             f"{TYPES[stored].block_values}"
         )
-    return [((*leading, inputs // values), dtype) for values, dtype in _PLANES[stored]]
+    of_codes = 2 if stored in _HIGH_BITS else 1
+    whole = -(-inputs // _WHOLE) * _WHOLE if stored != "Q8_0" else inputs
+    columns = [whole if place < of_codes else inputs for place in range(len(_PLANES[stored]))]
+    return [((*leading, n // values), dtype) for n, (values, dtype) in zip(columns, _PLANES[stored], strict=True)]
 
 
 def empty(
@@ -134,8 +144,11 @@ def pack_into(weight: PackedWeight, raw: torch.Tensor, first_row: int = 0) -> No
     assert raw.dtype == torch.uint8, "stored rows are uint8"
     assert tuple(raw.shape) == wanted, f"rows of {weight.stored} are {wanted}, not {tuple(raw.shape)}"
     assert 0 <= first_row <= outputs - rows, "rows beyond the weight"
-    split = _SPLIT.get(weight.stored)
-    parts = split(raw.reshape(-1, TYPES[weight.stored].block_bytes)) if split else [raw]
+    if weight.stored == _FP8:
+        parts = [raw]
+    else:
+        codes, *scales = _SPLIT[weight.stored](raw.reshape(-1, TYPES[weight.stored].block_bytes))
+        parts = [*_code_planes(weight.stored, codes.reshape(-1, inputs)), *scales]
     for plane, part in zip(weight.planes, parts, strict=False):
         plane[..., first_row : first_row + rows, :] = part.reshape(*leading, rows, plane.shape[-1])
 
@@ -156,38 +169,45 @@ def pack(
     return weight
 
 
-# --- blocks to planes: uint8 [blocks, block_bytes] to [blocks, elements] each ----------------------------------------
+# --- blocks to planes ------------------------------------------------------------------------------------------------
 
 
-def _pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Codes in order, uint8 [blocks, n], as neighbours in a byte each; what they have above 4 bits is left out."""
-    return codes[:, ::2] & 15 | codes[:, 1::2] << 4
+def _code_planes(stored: str, codes: torch.Tensor) -> list[torch.Tensor]:
+    """Codes in their order, [rows, inputs], as planes of low and high bits."""
+    if stored == "Q8_0":
+        return [codes]
+    missing = -codes.shape[1] % _WHOLE
+    places = torch.nn.functional.pad(codes, (0, missing)).view(len(codes), -1, 4, 8, 2).permute(0, 1, 3, 4, 2)
+    low = places & 15  # [rows, groups of 64, words, halves, codes]
+    planes = [_as(_WORD, (low[..., ::2] | low[..., 1::2] << 4).flatten(-2))]
+    if stored in _HIGH_BITS:
+        width = _HIGH_BITS[stored]
+        shift = torch.arange(4, dtype=torch.uint8, device=codes.device) * width
+        half = (places >> 4 << shift).sum(-1, dtype=torch.uint8)
+        planes.append(_as(torch.int16, (half[..., 0] | half[..., 1] << 4) if width == 1 else half))
+    return planes
 
 
 def _as(dtype: torch.dtype, some: torch.Tensor) -> torch.Tensor:
     return some.contiguous().view(dtype)
 
 
-def _words(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Codes in order, uint8 [blocks, n] and below 2 ** width, as the bits of bytes, and those as words."""
-    each = codes.view(len(codes), -1, 8 // width) << torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
-    return _as(_WORD, each.sum(-1, dtype=torch.uint8))
+# Of blocks uint8 [blocks, block_bytes]: the codes of each, in their order, and planes of scales and units.
 
 
-def _split_simple(scale_bytes: int) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+def _split_four(scale_bytes: int) -> Callable[[torch.Tensor], list[torch.Tensor]]:
     """Q4_0, Q4_1, IQ4_NL: scales, then codes."""
     dtype = _HALF if scale_bytes == 2 else _WORD
-    return lambda block: [_pairs(nibbles(block[:, scale_bytes:].contiguous())), _as(dtype, block[:, :scale_bytes])]
+    return lambda block: [nibbles(block[:, scale_bytes:].contiguous()), _as(dtype, block[:, :scale_bytes])]
 
 
 def _split_five(scale_bytes: int) -> Callable[[torch.Tensor], list[torch.Tensor]]:
     """Q5_0, Q5_1: scales, fifth bits, codes."""
-    simple = _split_simple(scale_bytes)
+    dtype = _HALF if scale_bytes == 2 else _WORD
 
     def split(block: torch.Tensor) -> list[torch.Tensor]:
-        fifth = block[:, scale_bytes : scale_bytes + 4]
-        codes, scales = simple(torch.cat([block[:, :scale_bytes], block[:, scale_bytes + 4 :]], 1))
-        return [codes, _as(_WORD, fifth), scales]
+        fifth = bits(block[:, scale_bytes : scale_bytes + 4], 1).flatten(1)
+        return [nibbles(block[:, scale_bytes + 4 :].contiguous()) | fifth << 4, _as(dtype, block[:, :scale_bytes])]
 
     return split
 
@@ -205,22 +225,22 @@ def _k_scales(block: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _split_q4_k(block: torch.Tensor) -> list[torch.Tensor]:
-    return [_pairs(nibbles(block[:, 16:].contiguous(), 32)), *_k_scales(block)]
+    return [nibbles(block[:, 16:].contiguous(), 32), *_k_scales(block)]
 
 
 def _split_q5_k(block: torch.Tensor) -> list[torch.Tensor]:
     fifth = bits(block[:, 16:48], 1).transpose(1, 2).flatten(1)
-    return [_pairs(nibbles(block[:, 48:].contiguous(), 32)), _words(fifth, 1), *_k_scales(block)]
+    return [nibbles(block[:, 48:].contiguous(), 32) | fifth << 4, *_k_scales(block)]
 
 
 def _split_q6_k(block: torch.Tensor) -> list[torch.Tensor]:
     upper = bits(block[:, 128:192].view(-1, 2, 32), 2).transpose(2, 3).reshape(-1, 256)
-    codes = _pairs(nibbles(block[:, :128].contiguous(), 64))
-    return [codes, _words(upper, 2), block[:, 192:208].view(torch.int8), _as(_HALF, block[:, 208:])]
+    codes = nibbles(block[:, :128].contiguous(), 64) | upper << 4
+    return [codes, block[:, 192:208].view(torch.int8), _as(_HALF, block[:, 208:])]
 
 
 _SPLIT: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
-    **{"Q4_0": _split_simple(2), "IQ4_NL": _split_simple(2), "Q4_1": _split_simple(4)},
+    **{"Q4_0": _split_four(2), "IQ4_NL": _split_four(2), "Q4_1": _split_four(4)},
     **{"Q5_0": _split_five(2), "Q5_1": _split_five(4), "Q8_0": _split_q8_0},
     **{"Q4_K": _split_q4_k, "Q5_K": _split_q5_k, "Q6_K": _split_q6_k},
 }
@@ -235,7 +255,7 @@ def reference_dequantise(weight: PackedWeight) -> torch.Tensor:
         return _fp8_values(weight)
     _, _, scales, units = weight.pointers()
     codes = _whole_codes(weight)
-    groups = codes.view(*codes.shape[:-1], scales.shape[-1], -1)
+    groups = codes.reshape(*codes.shape[:-1], scales.shape[-1], -1)
     if weight.stored in ("Q4_1", "Q5_1"):
         scale, least = _two_halves(scales)
         return (scale * groups.float() + least).flatten(-2)
@@ -253,15 +273,16 @@ def reference_dequantise(weight: PackedWeight) -> torch.Tensor:
 
 
 def _whole_codes(weight: PackedWeight) -> torch.Tensor:
-    """With their high bits: [..., outputs, inputs], int8 for Q8_0 and uint8 for others."""
+    """With their high bits, in order: [..., outputs, inputs], int8 for Q8_0 and uint8 for others."""
     codes, high, _, _ = weight.pointers()
     if weight.stored == "Q8_0":
         return codes
-    low = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    if weight.stored not in _HAS_HIGH:
-        return low
-    upper = bits(high.view(torch.uint8), 2 if weight.stored == "Q6_K" else 1).flatten(-2)
-    return low | upper << 4
+    leading, inputs = weight.shape[:-1], weight.shape[-1]
+    places = bits(codes.contiguous().view(torch.uint8), 4).view(*leading, -1, 8, 2, 4)
+    if weight.stored in _HIGH_BITS:
+        upper = bits(high.contiguous().view(torch.uint8), _HIGH_BITS[weight.stored])
+        places = places | upper.view(places.shape) << 4
+    return places.movedim(-1, -3).reshape(*leading, -1)[..., :inputs]
 
 
 def _two_halves(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,18 +306,29 @@ def _fp8_values(weight: PackedWeight) -> torch.Tensor:
 
 
 def check_finite(weight: PackedWeight, name: str) -> None:
-    """Raise ModelError, naming the tensor and the first row, if a scale is NaN or infinite. Waits for the device."""
+    """Raise ModelError, naming the tensor and the first row, for a value that is no number. Waits for the device."""
     for plane in weight.planes[1:]:
         paired = plane.dtype == _WORD and plane is not weight.pointers()[1]
         floats = plane.view(_HALF) if paired else plane
         if floats.is_floating_point() and not bool((finite := floats.isfinite()).all()):
             place = (~finite).nonzero()[0].tolist()
             row = place[-2] * (weight.block[0] if weight.block else 1)
-            expert = f" of expert {place[0]}" if len(place) == 3 else ""
-            raise ModelError(
-                f"{name} ({weight.stored} {list(weight.shape)}) has a scale that is {floats[tuple(place)].item()}, in "
-                f"row {row}{expert}: the file is damaged, or was made from a model with such values; get it anew"
-            )
+            _raise_damaged(weight, name, f"a scale that is {floats[tuple(place)].item()}", row, place[:-2])
+    if weight.stored == _FP8:
+        rows = weight.planes[0].view(-1, weight.shape[-1])
+        for number, part in enumerate(torch.split(rows, _ROWS_AT_ONCE)):
+            if bool((wrong := (part & 127) == 127).any()):
+                row = number * _ROWS_AT_ONCE + int(wrong.nonzero()[0, 0])
+                expert = [row // weight.shape[-2]] if len(weight.shape) == 3 else []
+                _raise_damaged(weight, name, "a value that is nan", row % weight.shape[-2], expert)
+
+
+def _raise_damaged(weight: PackedWeight, name: str, what: str, row: int, expert: list[int]) -> None:
+    place = f"row {row}" + (f" of expert {expert[0]}" if expert else "")
+    raise ModelError(
+        f"{name} ({weight.stored} {list(weight.shape)}) has {what}, in {place}: the file is damaged, or was made from "
+        "a model with such values; get it anew"
+    )
 
 
 # --- random weights --------------------------------------------------------------------------------------------------
@@ -320,23 +352,26 @@ def random(
         plane.view(torch.uint8).random_(0, 256, generator=generator)
     if stored == _FP8:
         _without_nan(codes)
-    unit = std / _spread(stored)
+    # What follows multiplies the spread: scales of 1/2 to 3/2 by 1.04, those of 32 to 63 by 48.4, of 32 to 127 by 84.1.
+    unit = std / _spread(stored) / 1.04
     if stored in ("Q4_K", "Q5_K"):
-        # Sums of a scale's square are about 48 squared. The least value is half a code's range, of the same scale.
         scales.random_(32, 64, generator=generator).mul_(257)
-        _fill_pairs(units, unit / 48.4, unit / 48.4 * _middle(stored))
+        _fill_pairs(units, unit / 48.4, _middle(stored), generator)
     elif stored == "Q6_K":
         scales.random_(32, 128, generator=generator)
-        units.fill_(unit / 84.1)
+        units.uniform_(0.5, 1.5, generator=generator).mul_(unit / 84.1)
     elif scales.dtype == _WORD:
-        _fill_pairs(scales, unit, -unit * _middle(stored))
+        _fill_pairs(scales, unit, -_middle(stored), generator)
     else:
-        scales.uniform_(0.5, 1.5, generator=generator).mul_(unit / 1.04)
+        scales.uniform_(0.5, 1.5, generator=generator).mul_(unit)
     return weight
 
 
-def _fill_pairs(words: torch.Tensor, low: float, high: float) -> None:
-    words.fill_(int(torch.tensor([low, high], dtype=_HALF).view(_WORD).item()))
+def _fill_pairs(words: torch.Tensor, unit: float, middle: float, generator: torch.Generator) -> None:
+    """Scales, and least values that are so many times the scale."""
+    low, high = words.view(_HALF).view(*words.shape, 2).unbind(-1)
+    low.uniform_(0.5, 1.5, generator=generator).mul_(unit)
+    high.copy_(low).mul_(middle)
 
 
 def _without_nan(codes: torch.Tensor) -> None:

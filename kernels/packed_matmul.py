@@ -1,39 +1,249 @@
-"""Products with quantised weights, which stay packed in memory: launchers of packed_matmul_bodies.py."""
+"""Products with quantised weights, which stay packed in memory. The bodies are in packed_matmul_bodies.py.
+
+Few rows are multiplied with the codes as they are, in one pass over the weight's bytes. For more rows the weight is
+dequantised first, and the product left to torch.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lazyio.kernels.contract import bodies
-from lazyio.kernels.packed import PackedWeight
+from lazyio.errors import Unsupported
+from lazyio.kernels import packed
+from lazyio.kernels.contract import Case, Kernel, bodies
+from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, reference_dequantise
+from lazyio.ple.dtypes import TYPES
+
+#: Rows that the weight's codes are multiplied with as they are.
+MOST_NARROW = 16
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OLDEST = (8, 0)
+
+
+def matmul(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T: [rows, outputs] in x's dtype, on the current stream; never waits.
+
+    x [rows, inputs], contiguous: float32, bfloat16 or float16; sums are in float32. With up to MOST_NARROW rows the
+    result of a row doesn't depend on how many others there are, nor on what they are. With more, the weight is
+    dequantised into memory for as long as the product takes.
+    Raises Unsupported where Triton is missing, and on a GPU older than compute capability 8.0.
+    """
+    _check(x, weight)
+    if out is None:
+        out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
+    assert out.shape == (len(x), weight.shape[0]), "out is [rows, outputs]"
+    assert out.dtype == x.dtype, "out has another dtype than x"
+    assert out.is_contiguous(), "out is not contiguous"
+    if not out.numel():
+        return out
+    if len(x) > MOST_NARROW or not _has_narrow(weight):
+        return torch.matmul(x, dequantise(weight, x.dtype).t(), out=out)
+    _narrow(x, weight, out)
+    return out
+
+
+def reference(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """What `matmul` does, in plain torch and on any device, with values rounded to x's dtype and sums in float32."""
+    values = reference_dequantise(weight).to(x.dtype)
+    return (x.float() @ values.float().t()).to(x.dtype)
 
 
 def dequantise(weight: PackedWeight, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
     """All values of a weight, rounded to `dtype`: [..., outputs, inputs], contiguous, on the current stream."""
+    _check_device(weight)
     if out is None:
         out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     assert out.shape == weight.shape, "out has another shape than the weight"
     assert out.dtype == dtype, "out has another dtype than is asked for"
     assert out.is_contiguous(), "out is not contiguous"
     *experts, outputs, inputs = weight.shape
-    grid = ((experts[0] if experts else 1) * -(-outputs // 8), -(-inputs // 512))
-    rows, columns = weight.block or (1, 1)
+    config = EXPAND
+    grid = ((experts[0] if experts else 1) * -(-outputs // config.outputs), -(-inputs // config.inputs))
     _bodies().expand[grid](
         *(*weight.pointers(), out),
-        STORED=weight.stored,
-        N=outputs,
-        K=inputs,
-        ROWS=rows,
-        COLUMNS=columns,
-        BLOCK_N=8,
-        BLOCK_K=512,
+        **_constants(weight),
+        BLOCK_N=config.outputs,
+        BLOCK_K=config.inputs,
+        num_warps=config.warps,
     )
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a body is launched."""
+
+    outputs: int  # of a program, at once
+    inputs: int
+    warps: int
+    stages: int = 1
+
+
+#: Chosen on an H200.
+EXPAND = Config(8, 512, 4)
+
+#: By the least number of outputs, the first that fits. Inputs and warps decide in which order a row's products are
+#: added, so they don't depend on how many rows there are.
+NARROW: Sequence[tuple[int, Config]] = [(8192, Config(32, 512, 4, 3)), (0, Config(16, 1024, 8, 3))]
+
+
+def _narrow(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
+    config = next(config for least, config in NARROW if weight.shape[0] >= least)
+    rows = 8 if len(x) <= 8 else 16
+    _bodies().narrow[(-(-weight.shape[0] // config.outputs),)](
+        *(x, *weight.pointers(), out, len(x)),
+        **_constants(weight),
+        BLOCK_M=rows,
+        BLOCK_N=config.outputs,
+        BLOCK_K=config.inputs,
+        num_warps=config.warps,
+        num_stages=_stages(config, x, weight, rows),
+    )
+
+
+def _stages(config: Config, x: torch.Tensor, weight: PackedWeight, rows: int) -> int:
+    """As many as a program of this GPU has memory for: one buffer less than stages."""
+    if x.device.type != "cuda":
+        return config.stages
+    has: int = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    of_rows = rows * x.element_size()
+    of_codes = config.outputs * weight.planes[0].nbytes // (weight.shape[0] * weight.shape[1])
+    return max(1, min(config.stages, 1 + has // (config.inputs * (of_rows + of_codes + config.outputs // 4))))
+
+
+def _has_narrow(weight: PackedWeight) -> bool:
+    """Whether 32 neighbours in a row have one scale at most: all but fp8 with odd blocks."""
+    return weight.block is None or weight.block[1] % 32 == 0 or weight.block[1] >= weight.shape[-1]
+
+
+def _constants(weight: PackedWeight) -> dict[str, Any]:
+    rows, columns = weight.block or (1, 1)
+    outputs, inputs = weight.shape[-2:]
+    return {"STORED": weight.stored, "N": outputs, "K": inputs, "ROWS": rows, "COLUMNS": columns}
+
+
 def _bodies() -> Any:
     return bodies("packed_matmul_bodies", "the kernels of packed weights")
+
+
+def _check(x: torch.Tensor, weight: PackedWeight) -> None:
+    _check_device(weight)
+    assert len(weight.shape) == 2, "the weight is [outputs, inputs]; take one expert of several"
+    assert x.ndim == 2, "x is [rows, inputs]"
+    assert x.shape[1] == weight.shape[1], f"x has {x.shape[1]} inputs, the weight {weight.shape[1]}"
+    assert x.dtype in _DTYPES, f"x is {x.dtype}, not one of {_DTYPES}"
+    assert x.is_contiguous(), "x is not contiguous"
+    assert x.device == weight.device, "x and the weight are on different devices"
+
+
+def _check_device(weight: PackedWeight) -> None:
+    if weight.device.type == "cuda" and (has := torch.cuda.get_device_capability(weight.device)) < _OLDEST:
+        raise Unsupported(
+            f"kernels of packed weights need a GPU of compute capability {_OLDEST[0]}.{_OLDEST[1]}; this one has "
+            f"{has[0]}.{has[1]}: dequantise the weights when they are loaded"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Those of `matmul`."""
+
+    x: torch.Tensor
+    weight: PackedWeight
+
+    @classmethod
+    def random(
+        cls,
+        device: torch.device,
+        seed: int,
+        stored: str,
+        shape: tuple[int, ...],
+        rows: int = 3,
+        dtype: torch.dtype = torch.float32,
+    ) -> Arguments:
+        """Of a weight of this shape, or of the last of its experts."""
+        made = torch.Generator(device).manual_seed(seed)
+        weight = packed.random(stored, shape, device, made, 0.02, (8, 32))
+        x = torch.randn(rows, shape[-1], generator=made, device=device).to(dtype)
+        return cls(x, weight if len(shape) == 2 else weight[shape[0] - 1])
+
+
+def _of_plane(number: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Arguments], Arguments]:
+    """A change of codes, high bits, scales or units, by their place among the pointers."""
+
+    def fault(given: Arguments) -> Arguments:
+        plane = given.weight.pointers()[number]
+        planes = tuple(change(one) if one is plane else one for one in given.weight.planes)
+        return replace(given, weight=replace(given.weight, planes=planes))
+
+    return fault
+
+
+def _swapped(codes: torch.Tensor) -> torch.Tensor:
+    some = codes.view(torch.uint8)
+    return (some << 4 | some >> 4).view(codes.dtype)
+
+
+def _without_last(given: Arguments) -> Arguments:
+    x = given.x.clone()
+    x[:, -32:] = 0
+    return replace(given, x=x)
+
+
+def _without_least(given: Arguments) -> Arguments:
+    """Least values are in the upper halves of the last plane, with their scales or their units."""
+    *others, pairs = given.weight.planes
+    return replace(given, weight=replace(given.weight, planes=(*others, pairs & 0xFFFF)))
+
+
+#: Faults by name, for types that have all planes, and least values.
+CONTROLS: Mapping[str, Callable[[Arguments], Arguments]] = {
+    "halves of bytes swapped": _of_plane(0, _swapped),
+    "codes of another place": _of_plane(0, lambda codes: codes.roll(1, -1)),
+    "high bits lost": _of_plane(1, torch.zeros_like),
+    "high bits of another place": _of_plane(1, lambda high: high.roll(1, -1)),
+    "scales of the group before": _of_plane(2, lambda scales: scales.roll(1, -1)),
+    "scales of the row before": _of_plane(2, lambda scales: scales.roll(1, 0)),
+    "least values lost": _without_least,
+    "last inputs left out": _without_last,
+    "rows mixed up": lambda given: replace(given, x=given.x.roll(1, 0)),
+}
+
+_WITHIN = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+def _cases() -> list[Case[Arguments]]:
+    def case(name: str, stored: str, shape: tuple[int, ...], large: bool = False, **rest: Any) -> Case[Arguments]:
+        make = functools.partial(Arguments.random, stored=stored, shape=shape, **rest)
+        within = _WITHIN[rest.get("dtype", torch.float32)]
+        return Case(f"{stored}, {name}", make, within, name == "few rows" and stored in ("Q5_1", "Q5_K"), large)
+
+    found = []
+    for stored in sorted(PACKED_TYPES):
+        block = TYPES[stored].block_values
+        found += [
+            case("few rows", stored, (19, 768 if block == 256 else 96)),
+            case("an expert", stored, (2, 16, 256), rows=1, dtype=torch.float16),
+            case("many rows", stored, (24, 256), rows=17),
+            case("16 rows, bfloat16", stored, (2560, 6144), large=True, rows=16, dtype=torch.bfloat16),
+            case("a row, bfloat16", stored, (12290, 2560), large=True, rows=1, dtype=torch.bfloat16),
+            case("5 rows, float16", stored, (640, 1280), large=True, rows=5, dtype=torch.float16),
+            case("300 rows, bfloat16", stored, (640, 2560), large=True, rows=300, dtype=torch.bfloat16),
+        ]
+    return found
+
+
+KERNEL = Kernel(
+    name="packed_matmul",
+    run=lambda given: [matmul(given.x, given.weight)],
+    reference=lambda given: [reference(given.x, given.weight)],
+    cases=_cases(),
+    controls=CONTROLS,
+    bodies=lambda: [_bodies().narrow, _bodies().expand],
+)

@@ -1,4 +1,4 @@
-"""Tiles of quantised weights on a GPU, as values: `load_tile`, for the bodies of all kernels that multiply by weights.
+"""Quantised weights in the bodies of kernels: `load_tile` gives values.
 
     w = load_tile(p0, p1, p2, p3, expert, n, k, STORED, N, K, BLOCK_K, ROWS, COLUMNS)
 
@@ -9,9 +9,10 @@ exact, the bits of `packed.reference_dequantise`; round it to the dtype of what 
 * expert is an integer, or one for each of the rows, and 0 for a weight without experts; n [BLOCK_N] are rows, all below
   N: clamp them, and drop what they are multiplied to. k is a multiple of BLOCK_K. What lies beyond K is 0 (or -0).
 * STORED is the stored type's name; N and K are `shape[-2:]`; ROWS and COLUMNS the `block` of fp8, and else (1, 1).
-* BLOCK_K is a power of two, 32 at least.
+* BLOCK_K is a power of two, 64 at least.
 
-Codes are made floats by putting them into a mantissa, since GPUs convert integers at a fraction of their speed.
+Products with few rows are better made by packed_products.py. Codes are made floats by putting them into a mantissa:
+GPUs convert integers at a fraction of their speed.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
@@ -42,59 +43,36 @@ def load_tile(
 ) -> tl.tensor:
     """See above."""
     row = n.to(tl.int64) + tl.cast(expert, tl.int64) * N
+    checked: tl.constexpr = K % BLOCK_K != 0
     if STORED == "F8_E4M3":
         blocks: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+        column = (k + tl.arange(0, BLOCK_K))[None, :]
+        live = column < K
         scale_row = (n // ROWS).to(tl.int64) + tl.cast(expert, tl.int64) * ((N + ROWS - 1) // ROWS)
-        values = _fp8(p0, p2, row, scale_row, k, K, BLOCK_K, COLUMNS, blocks)
+        codes = load(p0 + row[:, None] * K + column, live, checked)
+        values = e4m3(codes) * load(p2 + scale_row[:, None] * blocks + column // COLUMNS, live, checked)
     elif STORED == "Q8_0":
-        values = _bytes(p0, p2, row, k, K, BLOCK_K)
+        group = k // 32 + tl.arange(0, BLOCK_K // 32)
+        place = (row * K)[:, None, None] + (group * 32)[None, :, None] + tl.arange(0, 32)[None, None, :]
+        codes = load(p0 + place, (group < K // 32)[None, :, None], checked)
+        scale = load(p2 + (row * (K // 32))[:, None] + group[None, :], (group < K // 32)[None, :], checked)
+        values = tl.reshape(int8(codes) * scale.to(tl.float32)[:, :, None], (n.shape[0], BLOCK_K))
     else:
-        group: tl.constexpr = 16 if STORED == "Q6_K" else 32
-        values = _nibbles(p0, p1, p2, p3, row, k, STORED, K, BLOCK_K, group)
+        values = _values(p0, p1, p2, p3, row, k, STORED, K, BLOCK_K, checked)
     return values
 
 
 @triton.jit
-def _fp8(
-    p0: tl.tensor,
-    p2: tl.tensor,
-    row: tl.tensor,
-    scale_row: tl.tensor,
-    k: tl.tensor,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of a row of scales
-) -> tl.tensor:
-    column = k + tl.arange(0, BLOCK_K)
-    place = p0 + row[:, None] * K + column[None, :]
-    scales = p2 + scale_row[:, None] * BLOCKS + (column // COLUMNS)[None, :]
-    if K % BLOCK_K:
-        live = (column < K)[None, :] & (row >= 0)[:, None]
-        codes, scale = tl.load(place, mask=live, other=0), tl.load(scales, mask=live, other=0.0)
+def load(place: tl.tensor, live: tl.tensor, CHECKED: tl.constexpr) -> tl.tensor:
+    """What is there, and 0 for what is not `live`, if that has to be looked at."""
+    if CHECKED:
+        return tl.load(place, mask=live, other=0)
     else:
-        codes, scale = tl.load(place), tl.load(scales)
-    # Exponent and mantissa, put where a float16 has them, give 1/256 of the value.
-    wide = codes.to(tl.uint16)
-    small = ((wide & 128) << 8 | (wide & 127) << 7).to(tl.float16, bitcast=True).to(tl.float32)
-    return tl.where((wide & 127) == 127, float("nan"), small * 256) * scale
+        return tl.load(place)
 
 
 @triton.jit
-def _bytes(
-    p0: tl.tensor, p2: tl.tensor, row: tl.tensor, k: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr
-) -> tl.tensor:
-    groups: tl.constexpr = BLOCK_K // 32
-    scale = _scales(p2, row, k, K, BLOCK_K, 32, 32).to(tl.float32)
-    codes = _codes(p0, row, k, K, BLOCK_K, 32, 32)
-    # The sign bit turned over is code + 128, below 256.
-    above = (codes.to(tl.uint8, bitcast=True) ^ 128).to(tl.uint32)
-    values = ((above | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0) * scale[:, :, None]
-    return tl.reshape(values, (row.shape[0], groups * 32))
-
-
-@triton.jit
-def _nibbles(
+def _values(
     p0: tl.tensor,
     p1: tl.tensor,
     p2: tl.tensor,
@@ -104,109 +82,112 @@ def _nibbles(
     STORED: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,  # values that share a scale
+    CHECKED: tl.constexpr,
 ) -> tl.tensor:
-    codes = _codes(p0, row, k, K, BLOCK_K, GROUP, GROUP // 2).to(tl.uint32)
-    even, odd = codes & 15, codes >> 4
-    number = 2 * tl.arange(0, GROUP // 2)[None, None, :]
-    if STORED == "Q5_0" or STORED == "Q5_1" or STORED == "Q5_K":
-        high = _scales(p1, row, k, K, BLOCK_K, 32, 32).to(tl.uint32, bitcast=True)[:, :, None]
-        even |= (high >> number & 1) << 4
-        odd |= (high >> number + 1 & 1) << 4
-    elif STORED == "Q6_K":
-        high = _scales(p1, row, k, K, BLOCK_K, 16, 16).to(tl.uint32, bitcast=True)[:, :, None]
-        even |= (high >> 2 * number & 3) << 4
-        odd |= (high >> 2 * number + 2 & 3) << 4
-    scales = _scales(p2, row, k, K, BLOCK_K, GROUP, GROUP)
-    units = scales
-    if STORED == "Q4_K" or STORED == "Q5_K" or STORED == "Q6_K":
-        units = _scales(p3, row, k, K, BLOCK_K, GROUP, 256)
-    values = tl.join(_values(even, scales, units, STORED), _values(odd, scales, units, STORED))
-    return tl.reshape(values, (row.shape[0], BLOCK_K))
+    """Of codes of 4 bits and more: [BLOCK_N, BLOCK_K]."""
+    first = k // 64 + tl.arange(0, BLOCK_K // 64)
+    words, high = words_of(p0, p1, row[:, None, None], first[None, :, None], STORED, K, CHECKED)
+    loaded, units = loaded_scales(p2, p3, row[:, None, None], first[None, :, None], STORED, K, CHECKED)
+    s0, s1, s2, s3, more0, more1 = scales_of(loaded, units, STORED)
+    v0, v1 = _quarter(words, high, s0, more0, 0, STORED), _quarter(words, high, s1, more0, 1, STORED)
+    v2, v3 = _quarter(words, high, s2, more1, 2, STORED), _quarter(words, high, s3, more1, 3, STORED)
+    all_four = tl.join(tl.join(v0, v2), tl.join(v1, v3))  # [BLOCK_N, groups of 64, words, halves, 2, 2]
+    return tl.reshape(tl.permute(all_four, (0, 1, 4, 5, 2, 3)), (row.shape[0], BLOCK_K))
 
 
 @triton.jit
-def _codes(
+def words_of(
     p0: tl.tensor,
+    p1: tl.tensor,
     row: tl.tensor,
-    k: tl.tensor,
+    group: tl.tensor,  # of 64
+    STORED: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BYTES: tl.constexpr,  # of a group
+    CHECKED: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_N, groups, BYTES]."""
-    group = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
-    place = (row * (K // GROUP * BYTES))[:, None, None] + (group * BYTES)[None, :, None]
-    place += tl.arange(0, BYTES)[None, None, :]
-    if K % BLOCK_K:
-        return tl.load(p0 + place, mask=(group < K // GROUP)[None, :, None], other=0)
-    else:
-        return tl.load(p0 + place)
+    """Words of codes, and of high bits: those for the lower half and the upper half of a code's word in its halves.
 
-
-@triton.jit
-def _scales(
-    plane: tl.tensor,
-    row: tl.tensor,
-    k: tl.tensor,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    EACH: tl.constexpr,  # values that an element of the plane is for
-) -> tl.tensor:
-    """[BLOCK_N, groups]: what a plane has for each group."""
-    group = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
-    place = plane + (row * (K // EACH))[:, None] + (group // (EACH // GROUP))[None, :]
-    if K % BLOCK_K:
-        return tl.load(place, mask=(group < K // GROUP)[None, :], other=0)
-    else:
-        return tl.load(place)
-
-
-@triton.jit
-def _values(code: tl.tensor, scales: tl.tensor, units: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
-    """Of codes uint32 [BLOCK_N, groups, n], with the elements [BLOCK_N, groups] of the planes of scales and units."""
-    if STORED == "Q4_0":
-        return _over_16(code) * (scales.to(tl.float32) * 16)[:, :, None] - (scales.to(tl.float32) * 24)[:, :, None]
-    elif STORED == "IQ4_NL":
-        return _iq4_value(code) * scales.to(tl.float32)[:, :, None]
-    elif STORED == "Q5_0":
-        return _over_32(code) * (scales.to(tl.float32) * 32)[:, :, None] - (scales.to(tl.float32) * 48)[:, :, None]
-    elif STORED == "Q4_1" or STORED == "Q5_1":
-        return _whole(code, 0) * _low_half(scales)[:, :, None] + _high_half(scales)[:, :, None]
+    row and group have three dimensions, of which the words become the last.
+    """
+    groups: tl.constexpr = (K + 63) // 64
+    place = row * (groups * 8) + group * 8 + tl.arange(0, 8)[None, None, :]
+    words = load(p0 + place, group < groups, CHECKED).to(tl.uint32, bitcast=True)
+    high = words
+    if STORED == "Q5_0" or STORED == "Q5_1" or STORED == "Q5_K":
+        # Of two words at once: bytes would have products arranged in a way that those with sums don't share.
+        two_places = p1 + (row * (groups * 4) + group * 4 + tl.arange(0, 4)[None, None, :])
+        two = load(two_places, group < groups, CHECKED).to(tl.uint16, bitcast=True).to(tl.uint32)
+        narrow = tl.reshape(tl.join(two & 255, two >> 8), words.shape)
+        high = (narrow | narrow << 12) & 0x000F000F
     elif STORED == "Q6_K":
-        return _whole(code, 32) * (units.to(tl.float32) * scales.to(tl.float32))[:, :, None]
+        narrow = load(p1 + place, group < groups, CHECKED).to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = (narrow | narrow << 8) & 0x00FF00FF
+    return words, high
+
+
+@triton.jit
+def pairs_of(words: tl.tensor, high: tl.tensor, P: tl.constexpr, STORED: tl.constexpr) -> tl.tensor:
+    """Whole codes of one place, in both halves of a word."""
+    codes = words >> 4 * P & 0x000F000F
+    if STORED == "Q5_0" or STORED == "Q5_1" or STORED == "Q5_K":
+        codes |= (high << 4 >> P) & 0x00100010
+    elif STORED == "Q6_K":
+        codes |= (high << 4 >> 2 * P) & 0x00300030
+    return codes
+
+
+@triton.jit
+def loaded_scales(
+    p2: tl.tensor,
+    p3: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    STORED: tl.constexpr,
+    K: tl.constexpr,
+    CHECKED: tl.constexpr,
+) -> tl.tensor:
+    """What the planes have for groups of 64 values: 2 or 4 scales each, and the unit, if there is one.
+
+    row and first have three dimensions, of which the results have the first two.
+    """
+    each: tl.constexpr = 4 if STORED == "Q6_K" else 2
+    group = first * each + tl.arange(0, each)[None, None, :]
+    scales = load(p2 + (row * (K // (64 // each)) + group), group < K // (64 // each), CHECKED)
+    if STORED == "Q4_K" or STORED == "Q5_K" or STORED == "Q6_K":
+        units = load(p3 + (row * (K // 256) + first // 4), first < K // 64, CHECKED)
+        return scales, tl.reshape(units, (units.shape[0], units.shape[1]))
     else:
-        tl.static_assert(STORED == "Q4_K" or STORED == "Q5_K")
-        scale = _low_half(units) * (scales & 255).to(tl.float32)
-        least = _high_half(units) * (scales >> 8).to(tl.float32)
-        return _whole(code, 0) * scale[:, :, None] - least[:, :, None]
+        return scales, scales
 
 
 @triton.jit
-def _whole(code: tl.tensor, ZERO: tl.constexpr) -> tl.tensor:
-    """code - ZERO."""
-    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+def scales_of(loaded: tl.tensor, units: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
+    """Of groups of 64 values: the scale of each 16, and what is added to the first and to the second 32."""
+    if STORED == "Q6_K":
+        unit = units.to(tl.float32)
+        even, odd = tl.split(tl.reshape(loaded, (loaded.shape[0], loaded.shape[1], 2, 2)))
+        scale0, scale2 = tl.split(even)
+        scale1, scale3 = tl.split(odd)
+        scale0, scale1 = unit * scale0.to(tl.float32), unit * scale1.to(tl.float32)
+        scale2, scale3 = unit * scale2.to(tl.float32), unit * scale3.to(tl.float32)
+        return scale0, scale1, scale2, scale3, 0.0, 0.0
+    else:
+        scale0, scale1 = tl.split(loaded)
+        if STORED == "Q4_1" or STORED == "Q5_1":
+            low0, low1 = _low_half(scale0), _low_half(scale1)
+            return low0, low0, low1, low1, _high_half(scale0), _high_half(scale1)
+        elif STORED == "Q4_K" or STORED == "Q5_K":
+            unit, least = _low_half(units), -_high_half(units)
+            low0, low1 = unit * _byte(scale0), unit * _byte(scale1)
+            return low0, low0, low1, low1, least * _byte(scale0 >> 8), least * _byte(scale1 >> 8)
+        else:
+            scale0, scale1 = scale0.to(tl.float32), scale1.to(tl.float32)
+            return scale0, scale0, scale1, scale1, 0.0, 0.0
 
 
 @triton.jit
-def _over_16(code: tl.tensor) -> tl.tensor:
-    """1 + code / 16. Times 16 scales, less 24 scales, is (code - 8) scales, exactly and in one step."""
-    return (code << 19 | 0x3F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _over_32(code: tl.tensor) -> tl.tensor:
-    return (code << 18 | 0x3F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _iq4_value(code: tl.tensor) -> tl.tensor:
-    """-127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113, by code: the nearest integers to a polynomial."""
-    x = _whole(code, 0)
-    near = (((1.586043e-3 * x + 3.108644e-2) * x - 1.371927) * x + 24.17383) * x - 126.567
-    return (near + 12582912.0) - 12582912.0
+def _byte(code: tl.tensor) -> tl.tensor:
+    return _whole((code & 255).to(tl.uint32), 0)
 
 
 @triton.jit
@@ -218,3 +199,54 @@ def _low_half(word: tl.tensor) -> tl.tensor:
 @triton.jit
 def _high_half(word: tl.tensor) -> tl.tensor:
     return (word >> 16 & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _quarter(
+    words: tl.tensor, high: tl.tensor, scale: tl.tensor, more: tl.tensor, P: tl.constexpr, STORED: tl.constexpr
+) -> tl.tensor:
+    """Values 16 P to 16 P + 16 of each 64: [BLOCK_N, groups of 64, 8, 2]."""
+    codes = pairs_of(words, high, P, STORED)
+    even = _number(codes & 63, STORED) * scale[:, :, None]
+    odd = _number(codes >> 16, STORED) * scale[:, :, None]
+    if STORED == "Q4_1" or STORED == "Q5_1" or STORED == "Q4_K" or STORED == "Q5_K":
+        even += more[:, :, None]
+        odd += more[:, :, None]
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _number(code: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
+    """What a code stands for, before it is scaled: float32."""
+    if STORED == "IQ4_NL":
+        return iq4_value(code)
+    else:
+        zero: tl.constexpr = 8 if STORED == "Q4_0" else 16 if STORED == "Q5_0" else 32 if STORED == "Q6_K" else 0
+        return _whole(code, zero)
+
+
+@triton.jit
+def _whole(code: tl.tensor, ZERO: tl.constexpr) -> tl.tensor:
+    """code - ZERO."""
+    return (code.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+
+
+@triton.jit
+def int8(code: tl.tensor) -> tl.tensor:
+    """With its sign bit turned over, a code is 128 more."""
+    return _whole(code.to(tl.uint8, bitcast=True) ^ 128, 128)
+
+
+@triton.jit
+def iq4_value(code: tl.tensor) -> tl.tensor:
+    """-127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113, by code: the nearest integers to a polynomial."""
+    x = (code << 19 | 0x3F800000).to(tl.float32, bitcast=True)  # 1 + code / 16
+    near = (((103.9429 * x - 288.44155) * x - 109.54607) * x + 1055.4265) * x - 887.94877
+    return (near + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def e4m3(codes: tl.tensor) -> tl.tensor:
+    """Exponent and mantissa, put where a float32 has them, give 2 ** -120 of the value; NaN is not looked for."""
+    wide = codes.to(tl.uint32)
+    return ((wide & 128) << 24 | (wide & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36

@@ -1,0 +1,249 @@
+"""Measure products with packed weights on a GPU, beside the memory's bandwidth and beside weights dequantised first.
+
+    python tools/measure_packed.py
+    python tools/measure_packed.py --types Q4_K,Q6_K --shapes 2560x6144 --rows 1,2,4,8,16
+    python tools/measure_packed.py --sweep --types Q4_0
+
+Times are those of CUDA graphs which go over several weights, more than the L2 cache holds. Few rows are given with
+the share of --bandwidth that the weight's bytes alone take. For more rows three ways are compared: the kernel of few
+rows in pieces of 16, a fused kernel, and dequantising with a product of torch's, which is also given alone. With
+--sweep, launches of the kernel of few rows are compared.
+"""
+
+# What Triton compiles into a kernel is in capitals, as its own documentation has it.
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated
+
+import torch
+import triton
+import typer
+from rich.console import Console
+from rich.table import Table
+from triton import language as tl
+from triton.runtime.errors import OutOfResources, PTXASError
+from triton.testing import do_bench_cudagraph
+
+from lazyio.kernels import packed, packed_matmul
+from lazyio.kernels.packed import PACKED_TYPES, PackedWeight
+from lazyio.kernels.packed_matmul import Config, dequantise, matmul, reference
+from lazyio.kernels.packed_tiles import load_tile
+
+TYPES = "Q4_0,Q4_K,Q5_K,Q6_K,Q8_0,F8_E4M3"
+SHAPES = "2560x6144,12288x2560,10240x2560,248320x2560"
+console = Console(width=140)
+
+
+def main(
+    types: Annotated[str, typer.Option(help="Stored types, or 'all'.")] = TYPES,
+    shapes: Annotated[str, typer.Option(help="Outputs x inputs.")] = SHAPES,
+    rows: Annotated[str, typer.Option(help="Few rows.")] = "1,4,8,16",
+    many: Annotated[
+        str, typer.Option(help="More rows, for the first type and two shapes; empty for none.")
+    ] = "32,128,512,2048",
+    bandwidth: Annotated[float, typer.Option(help="Of the memory, in TB/s.")] = 4.3,
+    seconds: Annotated[float, typer.Option(help="After which nothing more is begun.")] = 80,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Compare launches instead.")] = False,
+) -> None:
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("there is no GPU")
+    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    chosen = sorted(PACKED_TYPES) if types == "all" else types.split(",")
+    sizes = [tuple(int(part) for part in shape.split("x")) for shape in shapes.split(",")]
+    counts = [int(part) for part in rows.split(",")]
+    until = time.monotonic() + seconds
+    with torch.inference_mode():
+        if sweep:
+            for stored, size in itertools.product(chosen, sizes):
+                sweep_launches(stored, size, counts, bandwidth, until)
+            return
+        measure_few(chosen, sizes, counts, bandwidth, until)
+        if many:
+            measure_many(chosen[0], sizes[:2], [int(part) for part in many.split(",")], until)
+
+
+def weights_of(stored: str, size: Sequence[int]) -> list[PackedWeight]:
+    """So many that the L2 cache does not have the next one."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    made = torch.Generator(device).manual_seed(0)
+    first = packed.random(stored, size, device, made, 0.02, (128, 128))
+    others = max(2, min(32, -(-200_000_000 // first.nbytes)))
+    return [first, *(packed.random(stored, size, device, made, 0.02, (128, 128)) for _ in range(others - 1))]
+
+
+def microseconds(run: Callable[[PackedWeight], object], weights: Sequence[PackedWeight]) -> float:
+    """Of one product, in a CUDA graph that goes over all weights."""
+
+    def all_of_them() -> None:
+        for weight in weights:
+            run(weight)
+
+    return 1e3 * do_bench_cudagraph(all_of_them, rep=20, quantiles=[0.5]) / len(weights)
+
+
+def rows_of(count: int, size: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(count, size[1], device="cuda").to(dtype)
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+# --- few rows ---------------------------------------------------------------------------------------------------------
+
+
+def measure_few(
+    types: Sequence[str], sizes: Sequence[Sequence[int]], counts: Sequence[int], bandwidth: float, until: float
+) -> None:
+    table = Table(
+        "type", "outputs x inputs", "MB", *(f"{count} rows: us, share" for count in counts), "error", box=None
+    )
+    for size, stored in itertools.product(sizes, types):
+        if time.monotonic() > until:
+            console.print(f"out of time before {stored} {size}")
+            break
+        weights = weights_of(stored, size)
+        x = rows_of(max(counts), size)
+        error = error_of(matmul(x, weights[0]), reference(x, weights[0]))
+        cells = []
+        for count in counts:
+            took = microseconds(lambda weight, few=x[:count]: matmul(few, weight), weights)
+            cells.append(f"{took:.1f}, {weights[0].nbytes / took / 1e6 / bandwidth:.2f}")
+        table.add_row(stored, "x".join(map(str, size)), f"{weights[0].nbytes / 1e6:.1f}", *cells, f"{error:.1e}")
+    console.print(table)
+
+
+# --- more rows --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def fused(
+    x,
+    p0,
+    p1,
+    p2,
+    p3,
+    out,
+    rows,
+    STORED: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile of the product, of values that are dequantised for it alone."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, live = tl.minimum(n, N - 1), (m < rows)[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        values = load_tile(p0, p1, p2, p3, 0, row, k, STORED, N, K, BLOCK_K, ROWS, COLUMNS)
+        column = (k + tl.arange(0, BLOCK_K))[:, None]
+        some = tl.load(x + m[None, :] * K + column, mask=live & (column < K), other=0.0)
+        acc = tl.dot(values.to(some.dtype), some, acc)
+    tl.store(out + m[None, :] * N + n[:, None], acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & live)
+
+
+def with_fused(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    outputs, inputs = weight.shape
+    out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    rows, columns = weight.block or (1, 1)
+    block_m = 64 if len(x) <= 64 else 128
+    fused[(-(-outputs // 128), -(-len(x) // block_m))](
+        *(x, *weight.pointers(), out, len(x)),
+        *(weight.stored, outputs, inputs, rows, columns, block_m, 128, 64),
+        num_warps=8,
+        num_stages=3,
+    )
+    return out
+
+
+def in_pieces(x: torch.Tensor, weight: PackedWeight) -> list[torch.Tensor]:
+    return [matmul(part, weight) for part in x.split(packed_matmul.MOST_NARROW)]
+
+
+def dequantised_first(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    return x @ dequantise(weight, x.dtype).t()
+
+
+def measure_many(stored: str, sizes: Sequence[Sequence[int]], counts: Sequence[int], until: float) -> None:
+    ways = {"dequantised first": dequantised_first, "fused": with_fused, "in pieces of 16": in_pieces}
+    table = Table("type", "outputs x inputs", "rows", *ways, "dequantising", "torch's product", "error", box=None)
+    for size in sizes:
+        weights = weights_of(stored, size)
+        plain = dequantise(weights[0], torch.bfloat16)
+        alone = microseconds(lambda weight: dequantise(weight, torch.bfloat16), weights)
+        for count in counts:
+            if time.monotonic() > until:
+                console.print(f"out of time before {count} rows of {size}")
+                break
+            x = rows_of(count, size)
+            expected = reference(x, weights[0])
+            error = max(error_of(way(x, weights[0]), expected) for way in (dequantised_first, with_fused))
+            cells = []
+            for name, way in ways.items():
+                if name == "in pieces of 16" and count > 256:
+                    cells.append("")
+                    continue
+                cells.append(f"{microseconds(lambda weight, way=way, x=x: way(x, weight), weights):.1f}")
+            product = microseconds(lambda _, x=x, plain=plain: x @ plain.t(), weights)
+            size_text = "x".join(map(str, size))
+            table.add_row(stored, size_text, str(count), *cells, f"{alone:.1f}", f"{product:.1f}", f"{error:.1e}")
+    console.print(table)
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+
+def sweep_launches(stored: str, size: Sequence[int], counts: Sequence[int], bandwidth: float, until: float) -> None:
+    weights = weights_of(stored, size)
+    times: dict[Config, list[float]] = {}
+    x = rows_of(max(counts), size)
+    expected = reference(x, weights[0])
+    for warps, inputs, outputs, stages in itertools.product((4, 8, 16), (512, 1024, 2048), (16, 32), (2, 3, 4)):
+        # From one to four groups of 64 inputs and 16 outputs in each warp: fewer idle, more don't fit in registers.
+        if not 64 * warps <= inputs * outputs // 16 <= 256 * warps or 64 * warps > inputs:
+            continue
+        if time.monotonic() > until:
+            console.print("out of time")
+            break
+        config = Config(outputs, inputs, warps, stages)
+        with launched_as(config):
+            try:
+                if error_of(matmul(x, weights[0]), expected) > 2e-2:
+                    console.print(f"{config}: wrong")
+                    continue
+                times[config] = [microseconds(lambda w, few=x[:count]: matmul(few, w), weights) for count in counts]
+            except (OutOfResources, PTXASError) as error:
+                console.print(f"{config}: {error}")
+    table = Table(
+        stored, *("outputs", "inputs", "warps", "stages"), *(f"{count} rows: us, share" for count in counts), box=None
+    )
+    for config in sorted(times, key=lambda config: times[config][0])[:12]:
+        cells = [f"{took:.1f}, {weights[0].nbytes / took / 1e6 / bandwidth:.2f}" for took in times[config]]
+        told = (config.outputs, config.inputs, config.warps, config.stages)
+        table.add_row("x".join(map(str, size)), *map(str, told), *cells)
+    console.print(table)
+
+
+@contextmanager
+def launched_as(config: Config) -> Iterator[None]:
+    before = packed_matmul.NARROW
+    packed_matmul.NARROW = [(0, config)]
+    try:
+        yield
+    finally:
+        packed_matmul.NARROW = before
+
+
+if __name__ == "__main__":
+    typer.run(main)
