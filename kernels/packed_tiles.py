@@ -9,7 +9,7 @@ exact, the bits of `packed.reference_dequantise`; round it to the dtype of what 
 * expert is an integer, or one for each of the rows, and 0 for a weight without experts; n [BLOCK_N] are rows, all below
   N: clamp them, and drop what they are multiplied to. k is a multiple of BLOCK_K. What lies beyond K is 0 (or -0).
 * STORED is the stored type's name; N and K are `shape[-2:]`; ROWS and COLUMNS the `block` of fp8, and else (1, 1).
-* BLOCK_K is a power of two, 64 at least.
+* BLOCK_K is a power of two, 32 at least; 64 and more are faster.
 
 Products with few rows are better made by packed_products.py. Codes are made floats by putting them into a mantissa:
 GPUs convert integers at a fraction of their speed.
@@ -85,14 +85,22 @@ def _values(
     CHECKED: tl.constexpr,
 ) -> tl.tensor:
     """Of codes of 4 bits and more: [BLOCK_N, BLOCK_K]."""
-    first = k // 64 + tl.arange(0, BLOCK_K // 64)
+    first = k // 64 + tl.arange(0, (BLOCK_K + 63) // 64)
     words, high = words_of(p0, p1, row[:, None, None], first[None, :, None], STORED, K, CHECKED)
     loaded, units = loaded_scales(p2, p3, row[:, None, None], first[None, :, None], STORED, K, CHECKED)
     s0, s1, s2, s3, more0, more1 = scales_of(loaded, units, STORED)
-    v0, v1 = _quarter(words, high, s0, more0, 0, STORED), _quarter(words, high, s1, more0, 1, STORED)
-    v2, v3 = _quarter(words, high, s2, more1, 2, STORED), _quarter(words, high, s3, more1, 3, STORED)
-    all_four = tl.join(tl.join(v0, v2), tl.join(v1, v3))  # [BLOCK_N, groups of 64, words, halves, 2, 2]
-    return tl.reshape(tl.permute(all_four, (0, 1, 4, 5, 2, 3)), (row.shape[0], BLOCK_K))
+    if BLOCK_K == 32:
+        half = k // 32 % 2
+        words = words >> (8 * half).to(tl.uint32)
+        high = high >> ((4 if STORED == "Q6_K" else 2) * half).to(tl.uint32)
+        s0, s1, more0 = tl.where(half == 0, s0, s2), tl.where(half == 0, s1, s3), tl.where(half == 0, more0, more1)
+        v0, v1 = _quarter(words, high, s0, more0, 0, STORED), _quarter(words, high, s1, more0, 1, STORED)
+        return tl.reshape(tl.permute(tl.join(v0, v1), (0, 1, 4, 2, 3)), (row.shape[0], BLOCK_K))
+    else:
+        v0, v1 = _quarter(words, high, s0, more0, 0, STORED), _quarter(words, high, s1, more0, 1, STORED)
+        v2, v3 = _quarter(words, high, s2, more1, 2, STORED), _quarter(words, high, s3, more1, 3, STORED)
+        all_four = tl.join(tl.join(v0, v2), tl.join(v1, v3))  # [BLOCK_N, groups of 64, words, halves, 2, 2]
+        return tl.reshape(tl.permute(all_four, (0, 1, 4, 5, 2, 3)), (row.shape[0], BLOCK_K))
 
 
 @triton.jit
@@ -207,6 +215,12 @@ def _quarter(
 ) -> tl.tensor:
     """Values 16 P to 16 P + 16 of each 64: [BLOCK_N, groups of 64, 8, 2]."""
     codes = pairs_of(words, high, P, STORED)
+    if STORED == "Q4_0":
+        # (1 + code / 16) times 16 scales, less 24 scales: exact, and one instruction.
+        more = (scale * -24)[:, :, None]
+        scale = scale * 16
+        even, odd = _over_16(codes & 63), _over_16(codes >> 16)
+        return tl.join(even * scale[:, :, None] + more, odd * scale[:, :, None] + more)
     even = _number(codes & 63, STORED) * scale[:, :, None]
     odd = _number(codes >> 16, STORED) * scale[:, :, None]
     if STORED == "Q4_1" or STORED == "Q5_1" or STORED == "Q4_K" or STORED == "Q5_K":
@@ -232,6 +246,12 @@ def _whole(code: tl.tensor, ZERO: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _over_16(code: tl.tensor) -> tl.tensor:
+    """1 + code / 16."""
+    return (code << 19 | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def int8(code: tl.tensor) -> tl.tensor:
     """With its sign bit turned over, a code is 128 more."""
     return _whole(code.to(tl.uint8, bitcast=True) ^ 128, 128)
@@ -240,7 +260,7 @@ def int8(code: tl.tensor) -> tl.tensor:
 @triton.jit
 def iq4_value(code: tl.tensor) -> tl.tensor:
     """-127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113, by code: the nearest integers to a polynomial."""
-    x = (code << 19 | 0x3F800000).to(tl.float32, bitcast=True)  # 1 + code / 16
+    x = _over_16(code)
     near = (((103.9429 * x - 288.44155) * x - 109.54607) * x + 1055.4265) * x - 887.94877
     return (near + 12582912.0) - 12582912.0
 
