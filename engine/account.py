@@ -39,11 +39,12 @@ class Account:
     backend: Backend | None
     queued_s: float = 0.0  # before the prompt, until it had a lane
     most_together: int = 1  # sequences in a ubatch
+    known_tokens: int = 0  # of the prompt, which need not be computed
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Of the prompt, up to the first token of the reply."""
-        return self.prompt_tokens / self.prompt_s if self.prompt_s else 0.0
+        """Of the prompt, as much as was computed, up to the first token of the reply."""
+        return (self.prompt_tokens - self.known_tokens) / self.prompt_s if self.prompt_s else 0.0
 
     @property
     def reply_tokens_per_s(self) -> float:
@@ -84,7 +85,8 @@ class Account:
         return dataclasses.asdict(self) | derived
 
     def _speed(self) -> str:
-        prompt = f"prompt of {self.prompt_tokens:,} tokens at {short(self.prompt_tokens_per_s)}/s"
+        known = f", {self.known_tokens:,} of them known," if self.known_tokens else ""
+        prompt = f"prompt of {self.prompt_tokens:,} tokens{known} at {short(self.prompt_tokens_per_s)}/s"
         if len(self.cuts) > 1:
             prompt += f" in {len(self.cuts)} ubatches"
         if self.most_together > 1:
@@ -133,7 +135,7 @@ class Meter:
         self._prompt_s = self._device_s = 0.0
         self._steps_s: list[float] = []
         self._waits: list[Wait] = []
-        self._together = 1
+        self._together, self._known_tokens = 1, 0
         self._ended: tuple[TableStats | None, int] | None = None
         self.begin()
 
@@ -143,8 +145,9 @@ class Meter:
         self._faults = _major_faults()
         self._began, self._queued_s = time.perf_counter(), 0.0
 
-    def seated(self) -> None:
-        """It has a lane."""
+    def seated(self, known_tokens: int = 0) -> None:
+        """It has a lane, and so many tokens of its prompt are known."""
+        self._known_tokens = known_tokens
         self._queued_s = time.perf_counter() - self._began
 
     def prompt_done(self, tokens: int, seconds: float) -> None:
@@ -187,6 +190,7 @@ class Meter:
             backend=None if self._table is None else self._table.backend,
             queued_s=self._queued_s,
             most_together=self._together,
+            known_tokens=self._known_tokens,
         )
 
     def _counts(self) -> tuple[TableStats | None, int]:

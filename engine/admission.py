@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from lazyio.engine.models.base import Model
 from lazyio.engine.place import check_memory
 from lazyio.engine.state import State
 from lazyio.errors import NeverFits, NoRoom
+from lazyio.fetchers.base import Int64
 
 
 class Seat(Protocol):
@@ -20,6 +22,16 @@ class Seat(Protocol):
         """Its state, with room for all of its tokens."""
         ...
 
+    @property
+    def known(self) -> int:
+        """So many tokens of its prompt need not be computed: the state is the one after them."""
+        ...
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """Positions of its prompt, ascending, at which a ubatch is to end, and then `Admission.mark` to be called."""
+        ...
+
 
 class Admission(Protocol):
     """Gives sequences what they need for their whole length, or has them wait for it."""
@@ -28,17 +40,24 @@ class Admission(Protocol):
         """Raise NeverFits where a sequence of so many tokens would have no room even by itself."""
         ...
 
-    def seat(self, prompt_tokens: int, max_tokens: int) -> Seat:
+    def seat(self, prompt: Int64, max_tokens: int) -> Seat:
         """Room for a prompt and the longest reply. Raises NoRoom where others must go first."""
         ...
 
-    def release(self, seat: Seat) -> None:
-        """Take it back."""
+    def mark(self, seat: Seat, tokens: Sequence[int]) -> None:
+        """The state of a sequence is now the one after these tokens, up to one of its marks."""
+        ...
+
+    def release(self, seat: Seat, tokens: Sequence[int] | None = None) -> None:
+        """Take it back. Its state is that of as many of `tokens` as it counts; without them, nobody knows whose."""
         ...
 
 
 class Window:
     """A seat with a contiguous window in every layer."""
+
+    known = 0
+    marks = ()
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -68,9 +87,9 @@ class Windows:
             advice = f"lower parallel, {advice}"
         check_memory(needed * parallel, what, self._model.device, advice, held_bytes=sum(self._taken.values()))
 
-    def seat(self, prompt_tokens: int, max_tokens: int) -> Window:
+    def seat(self, prompt: Int64, max_tokens: int) -> Window:
         """See `Admission`. Raises NeverFits where memory is too little though nobody is seated."""
-        tokens = prompt_tokens + max_tokens
+        tokens = len(prompt) + max_tokens
         if len(self._taken) == self._parallel:
             raise NoRoom(f"all {self._parallel} lanes are taken: wait for one, or raise parallel")
         needed = self._bytes(tokens)
@@ -85,7 +104,10 @@ class Windows:
         self._taken[window] = needed
         return window
 
-    def release(self, seat: Seat) -> None:
+    def mark(self, seat: Seat, tokens: Sequence[int]) -> None:
+        """See `Admission`. There are no marks."""
+
+    def release(self, seat: Seat, tokens: Sequence[int] | None = None) -> None:
         """See `Admission`."""
         assert isinstance(seat, Window)
         del self._taken[seat]

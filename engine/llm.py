@@ -11,11 +11,11 @@ import torch
 
 from lazyio import settings
 from lazyio.engine.account import Meter, describe
-from lazyio.engine.admission import Windows
 from lazyio.engine.device_table import DeviceTable
 from lazyio.engine.feed import Feed
 from lazyio.engine.forward import BLOCK, BatchInvariant, Forward
 from lazyio.engine.generate import Completion, Reply
+from lazyio.engine.kv.options import KvOptions
 from lazyio.engine.opening import TableOptions, find_rows, open_beside, plan_weights, refuse_ignored
 from lazyio.engine.pace import MeasuredPace, measure_pace
 from lazyio.engine.place import check_memory, check_state, device_of, dtype_of
@@ -64,6 +64,9 @@ class LLM:
         parallel: int | None = None,
         mixed: int | None = None,
         batch_invariant: bool | None = None,
+        kv_pages: int | str | None = None,
+        prefix_reuse: bool | None = None,
+        poison_state: bool | None = None,
         before_loading: Callable[[Self], object] | None = None,
         progress: Callable[[int, int], None] | None = None,
         **table_options: Unpack[TableOptions],
@@ -88,6 +91,7 @@ class LLM:
         self.ubatch: int | None = settings.resolve("ubatch", ubatch)
         self.parallel: int = settings.resolve("parallel", parallel)
         self.batch_invariant: bool = settings.resolve("batch_invariant", batch_invariant)
+        kv = KvOptions.resolve(kv_pages, prefix_reuse, poison_state)
         self.table: LazyTable | None = None
         self.feed: Feed | None = None
         self.pace: MeasuredPace | None = None
@@ -117,8 +121,8 @@ class LLM:
                 self.feed = Feed(rows, found[1], self.lookahead)
                 self.pace = None if self.ubatch else measure_pace(self.model, self.table, found[1].heads)
             self._forward = BatchInvariant(self.model) if self.batch_invariant else Forward(self.model)
-            admission = Windows(self.model, self.parallel)
-            self.scheduler = Scheduler(self._forward, self.feed, admission, self.limits, self.parallel)
+            self.admission = kv.admission(self.model, self.parallel, batch_invariant=self.batch_invariant)
+            self.scheduler = Scheduler(self._forward, self.feed, self.admission, self.limits, self.parallel)
             stack.callback(self.scheduler.close)
             self._stack = stack.pop_all()
 

@@ -64,7 +64,7 @@ def check_memory(needed_bytes: int, what: str, device: torch.device, advice: str
 
     `held_bytes` are those that it has for them already.
     """
-    free = _free_bytes(device) + held_bytes
+    free = free_bytes(device) + held_bytes
     if needed_bytes > free:
         raise NeverFits(
             f"{what} takes {format_bytes(needed_bytes)}, and {format_bytes(free)} of memory can be had on {device}: "
@@ -72,5 +72,6 @@ def check_memory(needed_bytes: int, what: str, device: torch.device, advice: str
         )
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be had on a device."""
     return available_memory_bytes() if device.type == "cpu" else left_on(device)

@@ -126,8 +126,8 @@ def _parts(feed: Feed, chunks: Sequence[Chunk]) -> list[Part]:
     for chunk in chunks:
         request, start = chunk.request, chunk.start
         if request.first is not None:
-            there = min(len(request.first), len(chunk))
-            parts.append(Part(request.first, (Move(0, target, there),)))
+            there = min(len(request.first) - request.skipped, len(chunk))
+            parts.append(Part(request.first, (Move(request.skipped, target, there),)))
             request.first, start = None, start + there
         if start < chunk.stop:
             source = moves[-1].source + moves[-1].length if moves else 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from itertools import accumulate
 
 import numpy as np
 
@@ -19,14 +21,14 @@ class Request:
     """What is known of a request. `pieces` are those of its reply that nobody has taken, `error` what ended it.
 
     `planned` tokens of its prompt have a place in a ubatch, `computed` tokens have been computed. `first` are the rows
-    that its prompt begins with, asked for while it waited for a lane.
+    that its prompt begins with, asked for while it waited for a lane, of which `skipped` tokens turned out to be known.
     """
 
     def __init__(self, plan: Plan, sampler: Sampler, writing: Writing, meter: Meter) -> None:
         self.plan, self.sampler, self.writing, self.meter = plan, sampler, writing, meter
         self.prompt: Int64 = np.array(plan.tokens, np.int64)
         self.known = list(plan.tokens)  # of prompt and reply
-        self.planned = self.computed = 0
+        self.planned = self.computed = self.skipped = 0
         self.first: TokenRows | None = None
         self.seat: Seat | None = None
         self.pieces: deque[Piece] = deque()
@@ -38,14 +40,19 @@ class Request:
         """Whether its next token is one of the reply, which waits to be computed."""
         return len(self.known) > len(self.prompt)
 
+    def begin(self, seat: Seat) -> None:
+        """It has a lane: go on behind the tokens that are known."""
+        self.seat, self.planned, self.skipped = seat, seat.known, seat.known
+        if self.first is not None and len(self.first) <= seat.known:
+            self.first.cancel()
+            self.first = None
+        self.meter.seated(seat.known)
+
     def next_cut(self) -> int:
         """Where the ubatch that its next planned token lies in would end, were it alone."""
-        end = 0
-        for cut in self.plan.cuts:
-            end += cut
-            if end > self.planned:
-                return end
-        return len(self.prompt)
+        marks = () if self.seat is None else self.seat.marks
+        ends = heapq.merge(accumulate(self.plan.cuts), marks)
+        return next((end for end in ends if end > self.planned), len(self.prompt))
 
     def before(self, place: int, context: int) -> list[int]:
         """The tokens that row ids of those from `place` on depend on."""

@@ -16,6 +16,7 @@ from lazyio import settings
 from lazyio.bench.figures import short
 from lazyio.bench.workload import load_ids
 from lazyio.engine.generate import Completion, Reply
+from lazyio.engine.kv.paged import Paged
 from lazyio.engine.llm import LLM
 from lazyio.engine.prompt import Prompt
 from lazyio.engine.sampling import Sampling
@@ -56,9 +57,10 @@ def _prompts(request: Request) -> list[Prompt]:
 
 def _settings(request: Request) -> dict[str, Any]:
     """The settings that were given as options, None for the others."""
-    names = ("lazy_mode", "lookahead", "ubatch", "row_cache", "direct_io", "weights", "trunk", "parallel", "mixed")
-    given = {name: getattr(request, name) for name in names}
-    return given | {"strict": request.strict or None, "batch_invariant": request.batch_invariant or None}
+    names = ("lazy_mode", "lookahead", "ubatch", "row_cache", "direct_io", "weights", "trunk")
+    lanes = ("parallel", "mixed", "kv_pages")
+    given = {name: getattr(request, name) for name in names + lanes}
+    return given | {name: getattr(request, name) or None for name in ("strict", "batch_invariant", "poison_state")}
 
 
 def _load(request: Request, check: Callable[[LLM], None]) -> LLM:
@@ -88,6 +90,8 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 def _introduce(llm: LLM, request: Request) -> None:
     _say(llm.summary())
+    if isinstance(llm.admission, Paged):
+        _say(llm.admission.summary())
     given = _settings(request)
     if settings.resolve("ubatch", request.ubatch) != llm.ubatch:
         given["ubatch"] = llm.ubatch  # auto, from the environment, is not in force where there is nothing to plan

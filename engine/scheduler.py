@@ -122,7 +122,8 @@ class Scheduler:
             yield
         except BaseException as error:
             # Nobody knows how far it got. Replies that an interrupt ends have no error: they are just not whole.
-            self._end_all([*self._lanes, *self._queue], error if isinstance(error, Exception) else None)
+            for request in [*self._lanes, *self._queue]:
+                self._end(request, error if isinstance(error, Exception) else None, is_whole=False)
             raise
         finally:
             self._busy = False
@@ -138,7 +139,7 @@ class Scheduler:
         while self._queue and len(self._lanes) < self._parallel:
             request = self._queue[0]
             try:
-                request.seat = self._admission.seat(len(request.prompt), request.plan.max_tokens)
+                request.begin(self._admission.seat(request.prompt, request.plan.max_tokens))
             except Exception as error:
                 if isinstance(error, NoRoom) and self._lanes:
                     self.counts.refused += 1
@@ -146,7 +147,6 @@ class Scheduler:
                 self._end(request, error)
                 continue
             self._lanes.append(self._queue.popleft())
-            request.meter.seated()
         self.counts.most_lanes = max(self.counts.most_lanes, len(self._lanes))
 
     def _read_ahead(self) -> None:
@@ -170,8 +170,11 @@ class Scheduler:
         for request in requests:
             self._end(request, error)
 
-    def _end(self, request: Request, error: Exception | None = None) -> None:
-        """Take a request out, with all that it holds. Harmless when done twice."""
+    def _end(self, request: Request, error: Exception | None = None, *, is_whole: bool = True) -> None:
+        """Take a request out, with all that it holds. Harmless when done twice.
+
+        Its state is no use to others after an error, or if it is not `is_whole`.
+        """
         if request.ended:
             return
         request.ended, request.error = True, error
@@ -185,7 +188,7 @@ class Scheduler:
         if request in self._lanes:
             self._lanes.remove(request)
         if request.seat is not None:
-            self._admission.release(request.seat)
+            self._admission.release(request.seat, request.known if error is None and is_whole else None)
             request.seat = None
 
     # --- ubatches ----------------------------------------------------------------------------------------------------
@@ -210,11 +213,18 @@ class Scheduler:
         done = time.perf_counter()
         for place, failure in ({} if rows is None else rows.failed).items():
             self._end(batch.owner(place), failure)
+        self._mark(batch)
         asking_s = self._go_on(requests, tokens)
         self.counts.rows_s += asking_s
         seconds = time.perf_counter() - began
         _note(batch, Wait() if rows is None else rows.wait, seconds, done - awaited)
         self.counts.add(seconds, seconds - (done - launched) - asking_s)
+
+    def _mark(self, batch: Batch) -> None:
+        for chunk in batch.planned.chunks:
+            request = chunk.request
+            if request.seat is not None and chunk.stop in request.seat.marks:
+                self._admission.mark(request.seat, request.known[: chunk.stop])
 
     def _rows(self, batch: Batch) -> BatchRows | None:
         if self._feed is None:

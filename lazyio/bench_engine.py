@@ -83,6 +83,7 @@ def bench_engine(
             "weights": weights,
             "trunk": trunk,
             "ubatch": ubatch,
+            "kv_pages": "off",  # runs have memory of their own
             "lazy_mode": "on-bare",  # opens at once, and is closed before anything is measured
         },
         table_options={"row_cache": row_cache, "direct_io": direct_io, "strict": strict or None},

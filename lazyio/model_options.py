@@ -40,6 +40,17 @@ Weights = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+KvPages = Annotated[
+    str | None,
+    typer.Option(
+        help="Pages of 256 positions for all sequences together: a number, auto, or off.",
+        show_default="off",
+        rich_help_panel=_MODEL,
+    ),
+]
+PoisonState = Annotated[
+    bool, typer.Option("--poison-state", help="Fill pages with no numbers before use.", rich_help_panel=_MODEL)
+]
 Trunk = Annotated[
     str | None,
     typer.Option(

@@ -13,8 +13,10 @@ from lazyio.model_options import (
     Device,
     DirectIO,
     Dtype,
+    KvPages,
     Layers,
     LoadFormat,
+    PoisonState,
     RowCache,
     Strict,
     TablePath,
@@ -56,6 +58,8 @@ class Request:
     layers: int | None = None
     weights: str | None = None
     trunk: str | None = None
+    kv_pages: str | None = None
+    poison_state: bool = False
     json: bool = False
 
     def check(self) -> None:
@@ -152,6 +156,8 @@ def run(
     layers: Layers = None,
     weights: Weights = None,
     trunk: Trunk = None,
+    kv_pages: KvPages = None,
+    poison_state: PoisonState = False,
     json: Annotated[bool, typer.Option("--json", help="Print the reply and all counts as JSON, at the end.")] = False,
 ) -> None:
     """Generate a reply: it goes to stdout, all else to stderr, the last line being what it took."""

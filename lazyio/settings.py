@@ -142,6 +142,17 @@ def _trunk() -> Form:
     return Form(f"auto, {', '.join(TRUNK_TYPES[:-1])} or {TRUNK_TYPES[-1]}", parse, lambda stored: stored or "auto")
 
 
+def _pages() -> Form:
+    count = _count(0, 1 << 24)
+    words = {"off": 0, "auto": None}
+
+    def parse(text: str) -> int | None:
+        return words[text.lower()] if text.lower() in words else count.parse(text)
+
+    names = {value: word for word, value in words.items()}
+    return Form(f"off, which 0 is too; auto; {count.accepts}", parse, lambda pages: names.get(pages, str(pages)))
+
+
 def _block() -> Form:
     most = 1 << 20
 
@@ -271,6 +282,27 @@ SETTINGS: dict[str, Setting] = {
             _trunk(),
             None,
             "Of the engine: the type of random matrices (load format dummy). auto: values of the model's dtype.",
+        ),
+        Setting(
+            "kv_pages",
+            _pages(),
+            0,
+            "Of the engine: pages of 256 positions that all sequences take keys, values and states from, as they need "
+            "them. auto: as many as there is memory for. off: room for its whole length for each sequence by itself.",
+        ),
+        Setting(
+            "prefix_reuse",
+            _switch(),
+            True,
+            "Of the engine, with kv_pages: keep what ended sequences leave, as long as nobody needs the pages, so that "
+            "prompts which begin alike are computed from there on.",
+        ),
+        Setting(
+            "poison_state",
+            _switch(),
+            False,
+            "Of the engine, with kv_pages: fill pages with values that are no numbers before they are used, so that a "
+            "read of what was never written shows.",
         ),
         Setting(
             "strict", _switch(), False, "Fail where something that was asked for can't be had, instead of falling back."

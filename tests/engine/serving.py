@@ -69,14 +69,17 @@ class Memory:
     def fits_ever(self, tokens: int) -> None:
         assert tokens <= self.room
 
-    def seat(self, prompt_tokens: int, max_tokens: int) -> Any:
-        if prompt_tokens + max_tokens > self.free:
+    def seat(self, prompt: Any, max_tokens: int) -> Any:
+        tokens = len(prompt) + max_tokens
+        if tokens > self.free:
             raise NoRoom("wait")
-        self.free -= prompt_tokens + max_tokens
-        self.seated.append(prompt_tokens + max_tokens)
-        return SimpleNamespace(state=Kept(), tokens=prompt_tokens + max_tokens)
+        self.free -= tokens
+        self.seated.append(tokens)
+        return SimpleNamespace(state=Kept(), known=0, marks=(), tokens=tokens)
 
-    def release(self, seat: Any) -> None:
+    def mark(self, seat: Any, tokens: Sequence[int]) -> None: ...
+
+    def release(self, seat: Any, tokens: Sequence[int] | None = None) -> None:
         self.free += seat.tokens
 
 

@@ -140,6 +140,13 @@ def test_auto_that_is_not_in_force_is_no_setting_of_a_run(model: Path, monkeypat
         assert lines_of(result)[1] == f"lazyio: settings: {', '.join(said)}"
 
 
+def test_pages_give_the_same_text_and_say_how_memory_is_divided(model: Path, texts: dict[str, str]) -> None:
+    result = run(model, "-p", PROMPT, "--no-chat", "--max-tokens", "6", "--kv-pages", "9", "--poison-state")
+    assert (result.exit_code, result.stdout) == (0, f"{texts[PROMPT]}\n")
+    assert re.search(r"^lazyio: memory of \d+ MiB = .* left; 1 streams of ", lines_of(result)[1])
+    assert lines_of(result)[2] == "lazyio: settings: kv_pages=9, poison_state=on"
+
+
 def test_json(model: Path, texts: dict[str, str]) -> None:
     result = run(model, "-p", PROMPT, "--no-chat", "--max-tokens", "6", "--json", "--stop", texts[PROMPT][-3:])
     document = json.loads(result.stdout)

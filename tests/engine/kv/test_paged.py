@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lazyio.engine.kv.layout import Layout
-from lazyio.engine.kv.paged import Paged, PagedSeat
+from lazyio.engine.kv.paged import Paged, PagedSeat, Reuse
 from lazyio.engine.kv.pieces import Paged as PagedEntries
 from lazyio.engine.kv.pool import NULL, PAGE
 from lazyio.engine.models import Model
@@ -18,6 +18,7 @@ from lazyio.engine.state import State
 from lazyio.errors import NeverFits, NoRoom, Unsupported
 
 ALL = ("qwen4_exp", "gemma4", "gemma3n", "qwen3_5", "qwen3_5_moe")
+REUSE = Reuse()
 SOME = ("qwen4_exp", "gemma3n")
 
 
@@ -39,8 +40,8 @@ def pool() -> Iterator[Callable[..., Paged]]:
     """`pool(model, pages)`: a poisoned one; at the end of the test it must balance to zero, the null page clean."""
     made: list[Paged] = []
 
-    def make(model: Model, pages: int = 40, *, reuses: bool = True) -> Paged:
-        made.append(Paged(model, pages, streams=1, reuses=reuses, poison=True))
+    def make(model: Model, pages: int = 40, *, reuse: Reuse | None = REUSE) -> Paged:
+        made.append(Paged(model, pages, streams=1, reuse=reuse, poison=True))
         return made[-1]
 
     yield make
@@ -61,6 +62,10 @@ def run(pair: Any, state: State, tokens: Sequence[int], cuts: Sequence[int]) -> 
     return torch.cat(found)
 
 
+def array(tokens: Sequence[int]) -> Any:
+    return np.array(tokens, np.int64)
+
+
 def fresh(pair: Any, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
     return run(pair, pair.model.new_state(len(tokens)), tokens, cuts)
 
@@ -79,8 +84,8 @@ def test_paged_is_windowed_bit_for_bit(name: str, pair: Callable[[str], Any], po
     both = pair(name)
     tokens, other = both.tokens(PAGE + 30), both.tokens(100, seed=5)
     cuts = [1, 8, 40, 41, 250, 259, 260, 261]
-    made = pool(both.model, reuses=False)
-    first, second = made.seat(len(tokens), 1), made.seat(len(other), 1)
+    made = pool(both.model, reuse=None)
+    first, second = made.seat(array(tokens), 1), made.seat(array(other), 1)
     found = [run(both, seat.state, part, cuts) for seat, part in ((first, tokens[:50]), (second, other[:60]))]
     found += [run(both, seat.state, part, cuts) for seat, part in ((first, tokens), (second, other))]
     expected = fresh(both, tokens, sorted([*cuts, 50]))
@@ -88,7 +93,7 @@ def test_paged_is_windowed_bit_for_bit(name: str, pair: Callable[[str], Any], po
     assert torch.equal(torch.cat([found[0], found[2]]), expected)
     assert torch.equal(torch.cat([found[1], found[3]]), expected_other)
     made.release(first)
-    third = made.seat(len(other), 1)
+    third = made.seat(array(other), 1)
     assert torch.equal(run(both, third.state, other, [60]), fresh(both, other, [60]))
     made.release(second)
     made.release(third)
@@ -108,16 +113,16 @@ def test_a_read_of_what_nobody_wrote_shows(
 
     monkeypatch.setattr(PagedEntries, "entries", property(one_too_many))
     made = pool(both.model)
-    seat = made.seat(20, 1)
+    seat = made.seat(array([1] * 20), 1)
     assert run(both, seat.state, both.tokens(20), []).isnan().any()
     made.release(seat)
 
 
 def test_a_write_to_the_null_page_is_found(pair: Callable[[str], Any]) -> None:
-    made = Paged(pair("qwen3_5").model, 40, streams=1, reuses=True, poison=True)
+    made = Paged(pair("qwen3_5").model, 40, streams=1, reuse=Reuse(), poison=True)
     made.buffer._bytes[NULL, 5] = 3
     with pytest.raises(AssertionError, match="wrote to the null page"):
-        made.seat(1, 1)
+        made.seat(array([1]), 1)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -128,15 +133,15 @@ def test_resumed_around_a_page_edge_is_fresh_at_equal_cuts(
     both = pair(name)
     tokens, length = both.tokens(PAGE + 20), PAGE + 40
     made = pool(both.model)
-    first = made.seat(len(tokens), 5, tokens)
+    first = made.seat(array(tokens), 5)
     assert first.marks == (PAGE,)
     run(both, first.state, tokens[:PAGE], [])
     made.mark(first, tokens[:PAGE])
     run(both, first.state, tokens, [])
-    made.release(first, keep=tokens)
+    made.release(first, tokens)
 
     prompt = parted(both, at, length)
-    seat = made.seat(length, 5, prompt)
+    seat = made.seat(array(prompt), 5)
     assert seat.state.tokens == (0 if at < PAGE else PAGE)
     found = run(both, seat.state, prompt, [PAGE, PAGE + 10])
     expected = fresh(both, prompt, [PAGE, PAGE + 10])
@@ -153,12 +158,12 @@ def test_a_conversation_goes_on_where_it_ended(
     both = pair(name)
     history = both.tokens(PAGE + 20)
     made = pool(both.model)
-    first = made.seat(len(history), 5, history)
+    first = made.seat(array(history), 5)
     run(both, first.state, history, [PAGE, PAGE + 19])
-    made.release(first, keep=history)
+    made.release(first, history)
 
     prompts = [history + both.tokens(25, seed=seed) for seed in (5, 6)]
-    seats = [made.seat(len(prompt), 5, prompt) for prompt in prompts]
+    seats = [made.seat(array(prompt), 5) for prompt in prompts]
     assert [seat.state.tokens for seat in seats] == [len(history)] * 2
     found = [run(both, seat.state, prompt[:-9], []) for seat, prompt in zip(seats, prompts, strict=True)]
     found += [run(both, seat.state, prompt, []) for seat, prompt in zip(seats, prompts, strict=True)]
@@ -166,7 +171,7 @@ def test_a_conversation_goes_on_where_it_ended(
         expected = fresh(both, prompt, [PAGE, PAGE + 19, len(history), len(prompt) - 9])
         assert torch.equal(torch.cat(found[number::2]), expected[len(history) :])
     for seat, prompt in zip(seats, prompts, strict=True):
-        made.release(seat, keep=prompt)
+        made.release(seat, prompt)
 
 
 def test_prompts_that_parted_leave_a_mark_where_they_did(
@@ -175,10 +180,10 @@ def test_prompts_that_parted_leave_a_mark_where_they_did(
     both = pair("qwen3_5")
     tokens = both.tokens(3 * PAGE + 10)
     made = pool(both.model)
-    first = made.seat(len(tokens), 1, tokens)
+    first = made.seat(array(tokens), 1)
     run(both, first.state, tokens, [])
-    made.release(first, keep=tokens)
-    seat = made.seat(len(tokens), 1, parted(both, 2 * PAGE + 30, len(tokens)))
+    made.release(first, tokens)
+    seat = made.seat(array(parted(both, 2 * PAGE + 30, len(tokens))), 1)
     assert (seat.state.tokens, seat.marks) == (0, (2 * PAGE, 3 * PAGE))
     made.release(seat)
 
@@ -186,12 +191,12 @@ def test_prompts_that_parted_leave_a_mark_where_they_did(
 def test_nothing_is_resumed_where_it_is_not_asked_for(pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
     both = pair("qwen3_5")
     tokens = both.tokens(PAGE + 20)
-    made = pool(both.model, reuses=False)
+    made = pool(both.model, reuse=None)
     for _ in range(2):
-        seat = made.seat(len(tokens), 1, tokens)
+        seat = made.seat(array(tokens), 1)
         assert (seat.state.tokens, seat.marks) == (0, ())
         run(both, seat.state, tokens, [])
-        made.release(seat, keep=tokens)
+        made.release(seat, tokens)
     assert made.ledger.prefixes.pages == 0
 
 
@@ -207,7 +212,7 @@ def test_more_lanes_than_windows_would_have_room_for(
     while waiting or seated:
         try:
             while waiting:
-                seated.append((waiting[0][0], made.seat(len(waiting[0][1]), 5)))
+                seated.append((waiting[0][0], made.seat(array(waiting[0][1]), 5)))
                 waiting.pop(0)
         except NoRoom:
             waits += 1
@@ -233,9 +238,9 @@ def test_a_pool_too_small_for_one_stream_or_too_large_for_the_machine(pair: Call
     with pytest.raises(
         NeverFits, match="kv_pages comes to 1, and one stream takes 2 at least: 1 for its state and 1 for"
     ):
-        Paged(model, 1, streams=1, reuses=True, poison=False)
+        Paged(model, 1, streams=1, reuse=Reuse(), poison=False)
     with pytest.raises(NeverFits, match=r"a pool of 16777216 pages .* lower kv_pages"):
-        Paged(model, 1 << 24, streams=1, reuses=True, poison=False)
+        Paged(model, 1 << 24, streams=1, reuse=Reuse(), poison=False)
 
 
 def test_a_request_beyond_the_pool_is_refused(pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
@@ -248,12 +253,12 @@ def test_a_request_beyond_the_pool_is_refused(pair: Callable[[str], Any], pool: 
 def test_entries_that_do_not_fill_a_page(tiny: Callable[..., Any]) -> None:
     model = tiny("qwen4_exp", indexer_budget=9, indexer_compress_ratio=3).model
     with pytest.raises(Unsupported, match=r"pages of 256 positions can't hold 85 entries each .* set kv_pages to off"):
-        Paged(model, 40, streams=1, reuses=True, poison=False)
+        Paged(model, 40, streams=1, reuse=Reuse(), poison=False)
 
 
 def test_the_tables_of_host_and_device_are_the_same(pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
     made = pool(pair("qwen3_5").model)
-    seat = made.seat(3 * PAGE, 1)
+    seat = made.seat(array([1] * 3 * PAGE), 1)
     pieces = [piece.keys for piece in seat.state.pieces.values() if hasattr(piece, "keys")]
     assert pieces
     for piece in pieces:
