@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -48,6 +49,13 @@ class Ubatch:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def together(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Spans that a layer may take together: those of one token in a row, each of the others by itself."""
+    for alone, some in groupby(spans, lambda span: span.length == 1):
+        row = list(some)
+        yield from [row] if alone else ([span] for span in row)
 
 
 class Rows(Protocol):

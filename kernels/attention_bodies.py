@@ -26,6 +26,8 @@ def attend(
     v: tl.tensor,
     entries: tl.tensor,  # int32 [groups, capacity]: the blocks that tokens of a group see, where SELECTED
     counts: tl.tensor,  # int32 [groups]
+    positions: tl.tensor,  # int64 [tokens], where STEPS
+    places: tl.tensor,  # int64 [2, tokens], where STEPS: of keys and of values, in units of 16 bytes from `k` and `v`
     out: tl.tensor,  # [tokens, HEADS, DIM]
     partial: tl.tensor,  # float32 [groups, HEADS / EACH, parts, ROWS, DIM], where SPLIT
     weights: tl.tensor,  # float32 [groups, HEADS / EACH, parts, 2, ROWS]
@@ -46,9 +48,15 @@ def attend(
     RATIO: tl.constexpr,  # tokens of a block
     SELECTED: tl.constexpr,
     SPLIT: tl.constexpr,
+    STEPS: tl.constexpr,  # whether tokens are of a sequence each; a group is one then
+    UNIT: tl.constexpr,  # elements of 16 bytes
 ) -> None:
     """Of a group of tokens, a head of keys and a part of the keys that they see."""
     group = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys first
+    if STEPS:
+        before = tl.load(positions + group).to(tl.int32) - group
+        k += tl.load(places + group) * UNIT
+        v += tl.load(places + tokens + group) * UNIT
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
     token = group * GROUP + row // EACH
     live = (row < GROUP * EACH) & (token < tokens)

@@ -7,7 +7,7 @@ engine/layers/block_selection.py, which gives a mask of all keys; here no such m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from lazyio.errors import Unsupported
 from lazyio.kernels.contract import Case, Kernel, bodies
+from lazyio.kernels.places import UNIT, places
 
 #: Of an entry, the lowest bits: which tokens of a group see the block.
 BITS = 10
@@ -84,47 +85,90 @@ def select_blocks(
     lies in.
     Raises Unsupported where Triton is missing, and for what has no kernel.
     """
-    _check(queries, keys, before, count, ratio, group)
-    tokens, columns = len(queries), -(-(before + len(queries)) // ratio)
-    width = -(-columns // 16) * 16
-    groups, capacity = -(-tokens // group), min(columns, group * (count + 1))
-    entries = torch.empty(groups, -(-capacity // 16) * 16, dtype=torch.int32, device=queries.device)
-    counts = torch.empty(groups, dtype=torch.int32, device=queries.device)
+    _check(queries, keys, count, group)
+    assert len(keys) == (before + len(queries)) // ratio, "keys are those of the complete blocks"
+    columns = -(-(before + len(queries)) // ratio)
+    selected, width = _empty(queries, columns, count, ratio, group), _rounded(columns)
     at_once = max(1, _MOST_SCORES // width // group) * group
-    for start in range(0, tokens, at_once):
+    for start in range(0, len(queries), at_once):
         some = queries[start : start + at_once]
         scores = block_scores(some, keys, before + start, ratio=ratio, width=width)
         chosen = _choose(scores, before + start, count, ratio)
-        _unite(chosen, group, entries[start // group :], counts[start // group :])
-    return Selected(entries, counts, tokens, group, ratio)
+        _unite(chosen, group, selected.entries[start // group :], selected.counts[start // group :])
+    return selected
 
 
-def block_scores(queries: torch.Tensor, keys: torch.Tensor, before: int, *, ratio: int, width: int) -> torch.Tensor:
-    """The scores of blocks that are complete with each query, float32 [tokens, width]; others are not set."""
+def select_steps(
+    queries: torch.Tensor, keys: Sequence[torch.Tensor], positions: torch.Tensor, *, count: int, ratio: int
+) -> Selected:
+    """`select_blocks` for one token of each of several sequences: `group` is 1.
+
+    queries [sequences, heads, dim], keys [blocks, dim] of each, positions int64 [sequences], of the tokens.
+    """
+    most = max(keys, key=len)
+    _check(queries, most, count, 1)
+    _check_steps(queries, keys, positions)
+    # The block that a token lies in may be one more.
+    selected, width = _empty(queries, len(most) + 1, count, ratio, 1), _rounded(len(most) + 1)
+    scores = block_scores(queries, most, 0, ratio=ratio, width=width, steps=(keys, positions))
+    _unite(_choose(scores, 0, count, ratio, positions), 1, selected.entries, selected.counts)
+    return selected
+
+
+def _empty(queries: torch.Tensor, columns: int, count: int, ratio: int, group: int) -> Selected:
+    groups, capacity = -(-len(queries) // group), _rounded(min(columns, group * (count + 1)))
+    entries = torch.empty(groups, capacity, dtype=torch.int32, device=queries.device)
+    return Selected(entries, entries.new_empty(groups), len(queries), group, ratio)
+
+
+def block_scores(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    before: int,
+    *,
+    ratio: int,
+    width: int,
+    steps: tuple[Sequence[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The scores of blocks that are complete with each query, float32 [tokens, width]; others are not set.
+
+    `steps` are the keys and positions of `select_steps`, `keys` the most of these then.
+    """
     tokens, heads, dim = queries.shape
     scores = torch.empty(tokens, width, device=queries.device)
     config = SCORE[queries.dtype == torch.float32]
-    rows = config.rows if tokens > 16 else 16
+    rows = config.rows if steps is None and tokens > 16 else 16
     language = _bodies().tl
-    _bodies().score[(-(-len(keys) // config.columns) or 1, -(-tokens // rows))](
-        *(queries, keys, scores, tokens, len(keys), before, width),
+    first, positions, lie = (keys, scores, scores) if steps is None else (steps[0][0], steps[1], places(steps[0]))
+    _bodies().score[(-(-len(keys) // config.columns) or 1, -(-tokens // rows) if steps is None else tokens)](
+        *(queries, first, scores, positions, lie, tokens, before, width),
+        STEPS=steps is not None,
         RATIO=ratio,
         HEADS=heads,
         DIM=dim,
         ROWS=rows,
         COLUMNS=config.columns,
         OPERAND=language.bfloat16 if queries.dtype == torch.bfloat16 else language.float32,
+        UNIT=UNIT // queries.element_size(),
         num_warps=config.warps,
     )
     return scores
 
 
-def _choose(scores: torch.Tensor, before: int, count: int, ratio: int) -> torch.Tensor:
+def _choose(
+    scores: torch.Tensor, before: int, count: int, ratio: int, positions: torch.Tensor | None = None
+) -> torch.Tensor:
     """Which blocks each token sees, int8 [tokens, width] like its scores."""
     tokens, width = scores.shape
     chosen = torch.empty(tokens, width, dtype=torch.int8, device=scores.device)
     tile = _power_of_2(width)
-    _bodies().choose[(tokens,)](scores, chosen, before, count, width, RATIO=ratio, TILE=tile, num_warps=_warps_of(tile))
+    _bodies().choose[(tokens,)](
+        *(scores, chosen, scores if positions is None else positions, before, count, width),
+        STEPS=positions is not None,
+        RATIO=ratio,
+        TILE=tile,
+        num_warps=_warps_of(tile),
+    )
     return chosen
 
 
@@ -158,6 +202,10 @@ def _warps_of(tile: int) -> int:
     return min(32, max(4, tile // 1024))
 
 
+def _rounded(columns: int) -> int:
+    return -(-columns // 16) * 16
+
+
 def _power_of_2(at_least: int) -> int:
     return 1 << (at_least - 1).bit_length()
 
@@ -166,20 +214,34 @@ def _bodies() -> Any:
     return bodies("selection_bodies", "the kernel of block selection")
 
 
-def _check(queries: torch.Tensor, keys: torch.Tensor, before: int, count: int, ratio: int, group: int) -> None:
-    tokens, _, dim = queries.shape
+def _check(queries: torch.Tensor, keys: torch.Tensor, count: int, group: int) -> None:
+    dim = queries.shape[2]
     if not supports(dim, len(keys)) or queries.dtype not in _DTYPES:
         raise Unsupported(
             f"block selection has no kernel for {queries.dtype}, queries of {dim} values and {len(keys)} blocks: it has"
             f" those for float32, bfloat16 and float16, {_DIMS} values and less than {MOST_BLOCKS} blocks"
         )
-    assert keys.shape == ((before + tokens) // ratio, dim), "keys are [complete blocks, dim]"
+    assert keys.shape[1:] == (dim,), "keys are [blocks, dim]"
     assert queries.dtype == keys.dtype, "queries and keys are of one dtype"
     assert queries.device == keys.device, "queries and keys are on different devices"
     assert queries.is_contiguous(), "queries are not contiguous"
     assert keys.is_contiguous(), "keys are not contiguous"
     assert 0 < group <= BITS, "an entry has a bit for each token of a group"
     assert count > 0, "no block may be chosen"
+
+
+def _check_steps(queries: torch.Tensor, keys: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
+    assert len(queries) == len(keys), "there is a query for each sequence"
+    assert positions.shape == (len(keys),), "positions are [sequences]"
+    assert positions.dtype == torch.int64, "positions are int64"
+    assert positions.is_contiguous(), "positions are not contiguous"
+    assert positions.device == queries.device, "positions are on another device"
+    for one in keys:
+        assert one.shape[1:] == queries.shape[2:], "keys are [blocks, dim]"
+        assert one.dtype == queries.dtype, "queries and keys are of one dtype"
+        assert one.device == queries.device, "queries and keys are on different devices"
+        assert one.is_contiguous(), "keys are not contiguous"
+        assert one.data_ptr() % UNIT == 0, "keys begin at a multiple of 16 bytes"
 
 
 def reference(

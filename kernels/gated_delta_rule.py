@@ -16,6 +16,7 @@ import torch
 
 from lazyio.errors import Unsupported
 from lazyio.kernels.contract import Case, Kernel, bodies
+from lazyio.kernels.places import on_device, places
 
 #: Tokens of a block.
 BLOCK = 64
@@ -147,24 +148,10 @@ def _work(chunks: tuple[Chunk, ...], device: torch.device) -> _Work:
             following.append(i)
             sequences.append([first, chunk.start, stop, len(blocks)])
             blocks += [[at, chunk.start, stop] for at in range(first, stop, BLOCK)]
-    blocks_on, sequences_on, tokens_on = (_on(table, torch.int32, device) for table in (blocks, sequences, tokens))
+    blocks_on, sequences_on, tokens_on = (
+        on_device(table, torch.int32, device) for table in (blocks, sequences, tokens)
+    )
     return _Work(tuple(following), blocks_on, sequences_on, tuple(stepping), tokens_on)
-
-
-def _places(memory: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where each S lies: 16 bytes each from the first of them, so that bodies know how wide they may load."""
-    first = memory[0].data_ptr()
-    return _offsets(tuple([(one.data_ptr() - first) // 16 for one in memory]), memory[0].device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _offsets(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return _on(offsets, torch.int64, device)
-
-
-def _on(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    table = torch.tensor(numbers, dtype=dtype)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def _follow(
@@ -193,7 +180,7 @@ def _follow(
     config = _fitting(ADVANCE[dtype], out.device)
     part = min(config.part, shape["VALUE"])
     _bodies().advance[(shape["VALUE"] // part, shape["HEADS"], len(work.following))](
-        *(*qkv, solved, scores, factors, work.sequences, memory[0], _places(memory), out),
+        *(*qkv, solved, scores, factors, work.sequences, memory[0], places(memory), out),
         **shape,
         PART=part,
         OPERAND=operand,
@@ -212,7 +199,7 @@ def _step(
 ) -> None:
     part = min(STEP.part, shape["VALUE"])
     _bodies().step[(shape["VALUE"] // part, shape["HEADS"], len(work.stepping))](
-        *(*qkv, *sides, work.tokens, memory[0], _places(memory), out),
+        *(*qkv, *sides, work.tokens, memory[0], places(memory), out),
         **shape,
         PART=part,
         num_warps=STEP.warps,

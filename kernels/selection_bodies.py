@@ -14,27 +14,36 @@ import triton
 from triton import language as tl
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "before"])
+@triton.jit(do_not_specialize=["tokens", "before"])
 def score(
     queries: tl.tensor,  # [tokens, HEADS, DIM]
     keys: tl.tensor,  # [blocks, DIM]
     scores: tl.tensor,  # float32 [tokens, width]
+    positions: tl.tensor,  # int64 [tokens], where STEPS
+    places: tl.tensor,  # int64 [tokens], where STEPS: where the keys of each lie, in units of 16 bytes from `keys`
     tokens: tl.tensor,
-    blocks: tl.tensor,
     before: tl.tensor,  # tokens of the sequence before the first of these
     width: tl.tensor,
+    STEPS: tl.constexpr,  # whether tokens are of a sequence each
     RATIO: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     OPERAND: tl.constexpr,  # dtype that they are multiplied in
+    UNIT: tl.constexpr,  # elements of 16 bytes
 ) -> None:
     """Of some queries and blocks: the sum over heads, in order, of relu(q . k). What no query sees is left as it is."""
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    first, count = tl.program_id(1) * ROWS, ROWS
+    if STEPS:
+        first, count = tl.program_id(1), 1
+        before = tl.load(positions + first).to(tl.int32) - first
+        keys += tl.load(places + first) * UNIT
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    end = before + tl.minimum((tl.program_id(1) + 1) * ROWS, tokens)
-    if tl.program_id(0) * COLUMNS < end // RATIO:
+    tokens = tl.minimum(first + count, tokens)
+    blocks = (before + tokens) // RATIO
+    if tl.program_id(0) * COLUMNS < blocks:
         dim = tl.arange(0, DIM)
         of_blocks = tl.load(keys + column[:, None] * DIM + dim[None, :], mask=column[:, None] < blocks, other=0.0)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -51,16 +60,18 @@ def score(
 def choose(
     scores: tl.tensor,  # float32 [tokens, width]
     chosen: tl.tensor,  # int8 [tokens, width]
+    positions: tl.tensor,  # int64 [tokens], where STEPS
     before: tl.tensor,
     count: tl.tensor,
     width: tl.tensor,
+    STEPS: tl.constexpr,
     RATIO: tl.constexpr,
     TILE: tl.constexpr,  # a power of 2, no less than the columns
 ) -> None:
     """Which blocks a query sees: the best of the complete ones, and the one that it lies in if that isn't complete."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
-    length = before + tl.program_id(0) + 1
+    length = (tl.load(positions + token).to(tl.int32) if STEPS else before + tl.program_id(0)) + 1
     complete = length // RATIO
     visible = column < complete
     found = tl.load(scores + token * width + column, mask=visible, other=0.0)

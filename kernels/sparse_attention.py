@@ -17,6 +17,7 @@ import torch
 from lazyio.errors import Unsupported
 from lazyio.kernels.block_selection import BITS, Selected
 from lazyio.kernels.contract import Case, Kernel, bodies
+from lazyio.kernels.places import UNIT, places
 
 _DIMS = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,7 +68,7 @@ def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: f
     each = q.shape[1] // k.shape[1]
     config = _fitting(STEP if len(q) == 1 else CAUSAL, q.dtype, q.device)
     group = max(1, min(len(q), config.rows // each))
-    return _launch(q, k, v, None, scale, config, group)
+    return _launch(q, k, v, len(k), None, scale, config, group)
 
 
 def attend_selected(
@@ -77,22 +78,46 @@ def attend_selected(
     _check(q, k, v)
     assert selected.tokens == len(q), "blocks were selected for other tokens"
     config = _fitting(STEP if len(q) == 1 else SELECTED, q.dtype, q.device)
-    return _launch(q, k, v, selected, scale, config, selected.group)
+    return _launch(q, k, v, len(k), selected, scale, config, selected.group)
+
+
+def attend_steps(
+    q: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    positions: torch.Tensor,
+    selected: Selected | None,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """`attend_selected`, or `attend_causal` where nothing is selected, of one token of each of several sequences.
+
+    q [sequences, heads, dim]; keys and values [keys, kv_heads, dim] of each, up to its token, and all of one layout;
+    positions int64 [sequences], of the tokens.
+    """
+    longest = max(range(len(keys)), key=lambda i: len(keys[i]))
+    _check(q[:1], keys[longest], values[longest])
+    _check_steps(q, keys, values, positions)
+    steps = (positions, torch.cat([places(keys), places(values)]))
+    config = _fitting(STEP, q.dtype, q.device)
+    return _launch(q, keys[0], values[0], len(keys[longest]), selected, scale, config, 1, steps)
 
 
 def _launch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    keys: int,
     selected: Selected | None,
     scale: float,
     config: Config,
     group: int,
+    steps: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
     rows = max(16, 1 << (group * (heads // kv_heads) - 1).bit_length())
     groups = -(-tokens // group)
-    slots = len(k) if selected is None else selected.entries.shape[1] * selected.ratio
+    slots = keys if selected is None else selected.entries.shape[1] * selected.ratio
     parts, span = _parts(groups * kv_heads, slots, config.keys)
     out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
     partial = weights = out
@@ -102,13 +127,15 @@ def _launch(
     shape = {"HEADS": heads, "EACH": heads // kv_heads, "DIM": dim, "GROUP": group, "ROWS": rows}
     lists = (out, out) if selected is None else (selected.entries, selected.counts)
     _bodies().attend[(groups, kv_heads, parts)](
-        *(q, k, v, *lists, out, partial, weights, tokens, len(k) - tokens, span),
+        *(q, k, v, *lists, *(steps or (out, out)), out, partial, weights, tokens, keys - tokens, span),
         *(lists[0].shape[1], scale * math.log2(math.e)),
         **{**shape, "Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "V_STRIDE": v.stride(0)},
         KEYS=config.keys,
         RATIO=1 if selected is None else selected.ratio,
         SELECTED=selected is not None,
         SPLIT=parts > 1,
+        STEPS=steps is not None,
+        UNIT=UNIT // q.element_size(),
         num_warps=config.warps,
         num_stages=config.stages,
     )
@@ -151,6 +178,24 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     assert q.dtype == k.dtype == v.dtype, "q, k and v are of one dtype"
     assert q.device == k.device == v.device, "q, k and v are on different devices"
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (dim, 1), "q, k or v of a token is not contiguous"
+
+
+def _check_steps(
+    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], positions: torch.Tensor
+) -> None:
+    assert len(q) == len(keys) == len(values), "there are a query, keys and values for each sequence"
+    assert positions.shape == (len(keys),), "positions are [sequences]"
+    assert positions.dtype == torch.int64, "positions are int64"
+    assert positions.is_contiguous(), "positions are not contiguous"
+    assert positions.device == q.device, "positions are on another device"
+    for k, v in zip(keys, values, strict=True):
+        assert k.shape == v.shape, "keys and values are [keys, kv_heads, dim]"
+        for of_first, one in ((keys[0], k), (values[0], v)):
+            assert one.shape[1:] == of_first.shape[1:], "heads of sequences differ"
+            assert one.stride() == of_first.stride(), "layouts of sequences differ"
+            assert one.dtype == q.dtype, "q, k and v are of one dtype"
+            assert one.device == q.device, "q, k and v are on different devices"
+            assert one.data_ptr() % UNIT == 0, "keys and values begin at a multiple of 16 bytes"
 
 
 def reference(

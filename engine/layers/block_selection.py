@@ -12,6 +12,7 @@ tokens after the last complete block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from lazyio.engine.layers.norm import RmsNorm
 from lazyio.engine.layers.rope import Rope, rotate
 from lazyio.engine.state import Composite, Growing, Recent
 from lazyio.engine.ubatch import Span
-from lazyio.kernels.block_selection import Selected, select_blocks, supports
+from lazyio.kernels.block_selection import Selected, select_blocks, select_steps, supports
 from lazyio.kernels.contract import usable
 from lazyio.kernels.sparse_attention import group_of
 
@@ -72,12 +73,38 @@ class BlockSelection(nn.Module):
         blocks = self._blocks(raw, span)
         if len(blocks) <= self.budget // self.ratio:
             return None
-        queries = rotate(self.q_layernorm(queries.view(-1, self.heads, self.dim)), angles)
+        queries = self._turned(queries, angles)
         if self._each and usable(x.device) and supports(self.dim, len(blocks)):
             sizes = {"count": self.budget // self.ratio, "ratio": self.ratio}
             group = group_of(span.length, self._each, x.dtype, x.device)
             return select_blocks(queries, blocks, span.before, group=group, **sizes)
         return self._allowed(queries, blocks, span)
+
+    def has_kernel(self, spans: Sequence[Span], device: torch.device) -> bool:
+        """Whether `steps` can take these."""
+        most = max(span.before for span in spans) // self.ratio + 1
+        return self._each > 0 and usable(device) and supports(self.dim, most)
+
+    def steps(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        spans: Sequence[Span],
+        positions: torch.Tensor,
+    ) -> Selected | None:
+        """`forward` for spans of one token each, all with one kernel; positions int64 [spans] are those of the tokens.
+
+        x [spans, hidden] and angles [spans, 1, rotated / 2]. None where all see all keys.
+        """
+        queries, raw = self.index_qk_proj(x).split([self.heads * self.dim, self.dim], -1)
+        blocks = [self._blocks(raw[i : i + 1], span) for i, span in enumerate(spans)]
+        count = self.budget // self.ratio
+        if all(len(some) <= count for some in blocks):
+            return None
+        return select_steps(self._turned(queries, angles), blocks, positions, count=count, ratio=self.ratio)
+
+    def _turned(self, queries: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return rotate(self.q_layernorm(queries.view(-1, self.heads, self.dim)), angles)
 
     def _blocks(self, raw: torch.Tensor, span: Span) -> torch.Tensor:
         """The keys [blocks, dim] of all blocks that are complete with the raw keys [tokens, dim] of a span."""

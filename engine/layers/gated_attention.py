@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from lazyio.engine.layers.attention import attend, attend_before
+from lazyio.engine.layers.block_selection import BlockSelection
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import RmsNorm
 from lazyio.engine.layers.rope import rotate
 from lazyio.engine.state import Composite, Growing
-from lazyio.engine.ubatch import Span, Ubatch
+from lazyio.engine.ubatch import Span, Ubatch, together
 from lazyio.kernels.block_selection import Selected
-from lazyio.kernels.sparse_attention import attend_selected
+from lazyio.kernels.contract import usable
+from lazyio.kernels.sparse_attention import attend_selected, attend_steps, supports
 
 
 @dataclass(slots=True)
@@ -52,7 +55,7 @@ class GatedAttention(nn.Module):
         self.q_norm = RmsNorm(head_dim, eps, offset=1.0)
         self.k_norm = RmsNorm(head_dim, eps, offset=1.0)
         self.indexer = selection
-        self._kv_heads, self._head_dim = kv_heads, head_dim
+        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
 
     def new_piece(self, capacity: int, dtype: torch.dtype, device: torch.device) -> KeysValues:
         """No keys and values, and room for those of `capacity` tokens."""
@@ -64,9 +67,42 @@ class GatedAttention(nn.Module):
         q, gate = self.q_proj(x).unflatten(1, (-1, 2 * self._head_dim)).chunk(2, -1)
         k, v = (project(x).unflatten(1, (-1, self._head_dim)) for project in (self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
-        found = torch.cat([self._attend(span, x, angles, q, k, v) for span in ubatch.spans])
-        y: torch.Tensor = self.o_proj((found * gate.sigmoid()).flatten(1))
+        found = [
+            self._attend_steps(spans, x, angles, ubatch.positions, q, k, v)
+            if self._takes(spans, x.device)
+            else torch.cat([self._attend(span, x, angles, q, k, v) for span in spans])
+            for spans in together(ubatch.spans)
+        ]
+        y: torch.Tensor = self.o_proj((torch.cat(found) * gate.sigmoid()).flatten(1))
         return y
+
+    def _takes(self, spans: Sequence[Span], device: torch.device) -> bool:
+        """Whether there is a kernel for so many steps together."""
+        if len(spans) == 1 or not usable(device) or not supports(self._heads, self._kv_heads, self._head_dim):
+            return False
+        if isinstance(self.indexer, BlockSelection):
+            return self.indexer.has_kernel(spans, device)
+        return self.indexer is None
+
+    def _attend_steps(
+        self,
+        spans: Sequence[Span],
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        here = slice(spans[0].start, spans[-1].here.stop)
+        pieces = [span.state.pieces[self] for span in spans]
+        keys = [piece.keys.append(k[span.here]) for piece, span in zip(pieces, spans, strict=True)]
+        values = [piece.values.append(v[span.here]) for piece, span in zip(pieces, spans, strict=True)]
+        selected = None
+        if isinstance(self.indexer, BlockSelection):
+            cos, sin = angles
+            selected = self.indexer.steps(x[here], (cos[here], sin[here]), spans, positions[here])
+        return attend_steps(q[here], keys, values, positions[here], selected, scale=self._head_dim**-0.5)
 
     def _attend(
         self,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from lazyio.engine.layers.delta_rule import Tokens, follow, step
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import rms
 from lazyio.engine.state import Composite, Recent, Recurrent
-from lazyio.engine.ubatch import Span, Ubatch
+from lazyio.engine.ubatch import Span, Ubatch, together
 from lazyio.kernels.contract import usable
 from lazyio.kernels.gated_delta_rule import Chunk, gated_delta_rule, supports
 
@@ -80,8 +79,8 @@ class GatedDeltaNet(nn.Module):
         mixed = self.in_proj_qkv(x)
         beta = self.in_proj_b(x).float().sigmoid()
         log_decay = -self.A_log.float().exp() * functional.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
-        together = list(_together(ubatch.spans))
-        q, k, v = self._heads(torch.cat([self._convolved(spans, mixed) for spans in together]))
+        groups = list(together(ubatch.spans))
+        q, k, v = self._heads(torch.cat([self._convolved(spans, mixed) for spans in groups]))
         if usable(x.device) and supports(self._key_dim, self._value_dim):
             memory = [span.state.pieces[self].memory.value for span in ubatch.spans]
             of_each = [Chunk(span.start, span.length, span.before) for span in ubatch.spans]
@@ -91,7 +90,7 @@ class GatedDeltaNet(nn.Module):
             each = self._value_heads // self._key_heads
             q, k = q.repeat_interleave(each, 1), k.repeat_interleave(each, 1)
             tokens = Tokens(q, k, v.float(), beta, log_decay)
-            found = torch.cat([self._follow(spans, tokens) for spans in together]).to(x.dtype)
+            found = torch.cat([self._follow(spans, tokens) for spans in groups]).to(x.dtype)
         gated = self.norm(found, self.in_proj_z(x).view(found.shape))
         y: torch.Tensor = self.out_proj(gated.flatten(1))
         return y
@@ -150,13 +149,6 @@ class GatedNorm(nn.Module):
         normed = self.weight * rms(x, self._eps).to(x.dtype)
         gated: torch.Tensor = normed * self._gate(z.float())
         return gated.to(x.dtype)
-
-
-def _together(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Spans whose tokens follow on each other: those of one token in a row, each of the others by itself."""
-    for alone, some in groupby(spans, lambda span: span.length == 1):
-        row = list(some)
-        yield from [row] if alone else ([span] for span in row)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

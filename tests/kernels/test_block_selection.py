@@ -22,6 +22,7 @@ from lazyio.kernels.block_selection import (
     block_scores,
     reference,
     select_blocks,
+    select_steps,
     supports,
 )
 
@@ -93,6 +94,39 @@ def test_queries_are_taken_in_pieces(device: torch.device, monkeypatch: pytest.M
     for found, expected in zip(given.results(select_blocks), whole, strict=True):
         assert torch.equal(found, expected)
     assert sizes == [6, 6, 6, 5]  # whole groups of 3
+
+
+LENGTHS = [102, 1, 33, 150, 2, 4]
+
+
+def test_steps_of_one_launch_are_those_of_a_launch_each(device: torch.device):
+    of_each = [random(1, length - 1, device) for length in LENGTHS]
+    positions = torch.tensor(LENGTHS, device=device) - 1
+    together = select_steps(
+        torch.cat([one.queries for one in of_each]), [one.keys for one in of_each], positions, count=8, ratio=4
+    )
+    masks = together.mask(38)
+    for one, mask, seen in zip(of_each, masks, together.counts, strict=True):
+        alone = select_blocks(one.queries, one.keys, one.before, count=8, ratio=4, group=1)
+        assert torch.equal(mask, alone.mask(38)[0])
+        assert torch.equal(seen, alone.counts[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, keys, positions: (q[:1], keys, positions),
+        lambda q, keys, positions: (q, keys, positions[:1]),
+        lambda q, keys, positions: (q, keys, positions.int()),
+        lambda q, keys, positions: (q, [keys[0], keys[1].half()], positions),
+        lambda q, keys, positions: (q, [keys[0], keys[1][:, :8]], positions),
+        lambda q, keys, positions: (q, [keys[0], keys[1].flatten()[1:113].view(7, 16)], positions),
+    ],
+)
+def test_steps_that_do_not_fit_are_never_launched(change):
+    q, keys, positions = torch.zeros(2, 2, 16), [torch.zeros(9, 16), torch.zeros(8, 16)], torch.tensor([36, 33])
+    with pytest.raises(AssertionError):
+        select_steps(*change(q, keys, positions), count=4, ratio=4)
 
 
 @pytest.mark.parametrize("group", [1, 3, BITS])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lazyio.engine.layers import attention, block_selection
+from lazyio.engine.layers import attention, block_selection, gated_attention
 from lazyio.engine.layers.block_selection import BlockSelection
 from lazyio.engine.layers.gated_attention import GatedAttention
 from lazyio.engine.layers.rope import Rope
@@ -18,7 +18,7 @@ from lazyio.engine.ubatch import Ubatch
 from lazyio.errors import Unsupported
 from lazyio.kernels import sparse_attention
 from lazyio.kernels.block_selection import BITS, Selected
-from lazyio.kernels.sparse_attention import Arguments, _parts, group_of, reference, supports
+from lazyio.kernels.sparse_attention import Arguments, _parts, attend_steps, group_of, reference, supports
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows in the interpreter
 CPU = torch.device("cpu")
@@ -84,6 +84,42 @@ def test_a_token_is_the_same_in_any_chunk_and_behind_it_lies_anything(count: int
         assert relative(part.found()[0], whole[first:last]) < 1e-6
 
 
+@pytest.mark.parametrize("count", [0, 9])
+def test_steps_of_one_launch_are_those_of_a_launch_each(count: int, device: torch.device):
+    lengths = [102, 1, 33, 150, 2, 4]
+    of_each = [Arguments.random(device, length, 1, length - 1, count=count) for length in lengths]
+    selected = None
+    if count:
+        masks = torch.zeros(len(lengths), 38, dtype=torch.bool, device=device)
+        for mask, one in zip(masks, of_each, strict=True):
+            assert one.selected is not None
+            mask |= one.selected.mask(38)[0]
+        selected = Selected.of(masks, 1, 4)
+    positions = torch.tensor(lengths, device=device) - 1
+    q, keys, values = torch.cat([one.q for one in of_each]), [one.k for one in of_each], [one.v for one in of_each]
+    found = attend_steps(q, keys, values, positions, selected, scale=of_each[0].scale)
+    for one, alone in zip(found, of_each, strict=True):
+        assert relative(one, expected_of(alone)[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v, positions: (q[:1], k, v, positions),
+        lambda q, k, v, positions: (q, k, v[:1], positions),
+        lambda q, k, v, positions: (q, k, v, positions.int()),
+        lambda q, k, v, positions: (q, k, [v[0], v[1].half()], positions),
+        lambda q, k, v, positions: (q, k, [v[0], v[1][1:]], positions),
+        lambda q, k, v, positions: (q, k, [v[0], v[1].transpose(0, 1).contiguous().transpose(0, 1)], positions),
+        lambda q, k, v, positions: (q, [k[0], torch.zeros(193)[1:].view(6, 2, 16)], v, positions),
+    ],
+)
+def test_steps_that_do_not_fit_are_never_launched(change):
+    k, v = ([torch.zeros(length, 2, 16) for length in (9, 6)] for _ in range(2))
+    with pytest.raises(AssertionError):
+        attend_steps(*change(torch.zeros(2, 4, 16), k, v, torch.tensor([8, 5])), None, scale=1.0)
+
+
 def test_tensors_may_lie_anywhere(device: torch.device):
     for count in (0, 9):
         given = Arguments.random(device, 8, 13, 80, count=count)
@@ -145,31 +181,35 @@ def test_without_triton():
     assert last.startswith("lazyio.errors.Unsupported: the kernel of attention needs Triton, which can't be")
 
 
-@pytest.mark.parametrize("cuts", [[71], [1, 30, 1, 1, 38]], ids=str)
 @pytest.mark.parametrize("selecting", [False, True])
 def test_a_layer_with_the_kernels_is_the_layer_without(
-    selecting: bool, cuts: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    selecting: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     rope, made = Rope(100.0, 8), torch.Generator().manual_seed(2)
     selection = BlockSelection(24, 2, 16, 12, 4, rope, 1e-6, each=3) if selecting else None
     layer = GatedAttention(24, 6, 2, 16, 1e-6, selection).requires_grad_(False).to(device)
     for parameter in layer.parameters():
         parameter.copy_(0.5 * torch.randn(parameter.shape, generator=made))
-    x = torch.randn(71, 24, generator=made).to(device)
+    sizes = [[30, 1, 1, 38], [1, 1, 20, 1], [40, 1, 1, 1]]  # of sequences, in each ubatch
+    ubatches = [
+        [torch.randn(size, 24, generator=made).to(device) for size in of_all] for of_all in zip(*sizes, strict=True)
+    ]
 
     def found() -> torch.Tensor:
         modules = [layer] if selection is None else [layer, selection]
-        state = State({module: module.new_piece(80, torch.float32, device) for module in modules}, 80)
+        states = [State({module: module.new_piece(80, torch.float32, device) for module in modules}, 80) for _ in sizes]
         results = []
-        for part in x.split(cuts):
-            ubatch = Ubatch.of([(state, [0] * len(part))], device)
+        for parts in ubatches:
+            ubatch = Ubatch.of([(state, [0] * len(x)) for state, x in zip(states, parts, strict=True)], device)
             with torch.inference_mode():
-                results.append(layer(part, rope.angles(ubatch.positions, torch.float32), ubatch))
-            state.tokens += len(part)
+                angles = rope.angles(ubatch.positions, torch.float32)
+                results.append(layer(torch.cat(parts), angles, ubatch))
+            for state, x in zip(states, parts, strict=True):
+                state.tokens += len(x)
         return torch.cat(results)
 
     def switched(on: bool) -> None:
-        for module in (attention, block_selection):
+        for module in (attention, block_selection, gated_attention):
             monkeypatch.setattr(module, "usable", lambda _: on)
 
     switched(False)
@@ -179,7 +219,9 @@ def test_a_layer_with_the_kernels_is_the_layer_without(
     monkeypatch.setattr(sparse_attention, "_launch", lambda *given: launched.append(given) or launch(*given))
     switched(True)
     assert relative(found(), without) < 1e-5
-    assert len(launched) == sum(size > 1 for size in cuts) + (sum(size == 1 for size in cuts[1:]) if selecting else 0)
+    # Steps beside each other are launched together, chunks alone.
+    assert [len(q) for q, *rest in launched if len(rest) == 8] == [3, 2]
+    assert sorted(len(q) for q, *rest in launched if len(rest) < 8 and len(q) > 1) == [20, 30, 38, 40]
 
 
 COMPILE = """
@@ -194,7 +236,7 @@ from lazyio.kernels.sparse_attention import CAUSAL, SELECTED, STEP
 heads = dict(HEADS=24, EACH=12, DIM=256, Q_STRIDE=6144, K_STRIDE=512, V_STRIDE=512)
 types = dict.fromkeys(("q", "k", "v", "out", "queries", "keys"), "*bf16")
 types |= dict.fromkeys(("partial", "weights", "scores"), "*fp32") | dict.fromkeys(("entries", "counts"), "*i32")
-types |= {"chosen": "*i8", "scale": "fp32"}
+types |= {"chosen": "*i8", "scale": "fp32", "positions": "*i64", "places": "*i64"}
 
 
 def compiled(name, module, body, warps, stages, **constants):
@@ -216,14 +258,16 @@ def compiled(name, module, body, warps, stages, **constants):
 for name, [config, *_] in {"causal": CAUSAL[2], "selected": SELECTED[2], "step": STEP[2]}.items():
     selected, split = name != "causal", name == "step"
     shape = {**heads, "GROUP": max(1, config.rows // 12), "ROWS": config.rows, "KEYS": config.keys}
-    shape |= {"RATIO": 4 if selected else 1, "SELECTED": selected, "SPLIT": split}
+    shape |= {"RATIO": 4 if selected else 1, "SELECTED": selected, "SPLIT": split, "STEPS": split, "UNIT": 8}
     compiled(name, attention_bodies, "attend", config.warps, config.stages, **shape)
 shape = dict(HEADS=24, EACH=12, DIM=256, GROUP=1, ROWS=16, PARTS=64, WIDTH=32)
 compiled("combine", attention_bodies, "combine", 4, 1, **shape)
 config = SCORE[False]
 shape = dict(RATIO=4, HEADS=4, DIM=128, ROWS=config.rows, COLUMNS=config.columns, OPERAND=tl.bfloat16)
-compiled("score", selection_bodies, "score", config.warps, 3, **shape)
-compiled("choose", selection_bodies, "choose", 8, 3, RATIO=4, TILE=8192)
+for steps in (False, True):
+    name = "score of steps" if steps else "score"
+    compiled(name, selection_bodies, "score", config.warps, 3, **{**shape, "STEPS": steps, "UNIT": 8})
+compiled("choose", selection_bodies, "choose", 8, 3, STEPS=True, RATIO=4, TILE=8192)
 compiled("unite", selection_bodies, "unite", 8, 3, GROUP=5, BITS=BITS, TILE=8192)
 """
 
@@ -235,9 +279,9 @@ def test_bodies_compile_for_an_h200():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     compiled = dict(map(json.loads, done.stdout.splitlines()))
-    assert list(compiled) == ["causal", "selected", "step", "combine", "score", "choose", "unite"]
+    assert list(compiled) == ["causal", "selected", "step", "combine", "score", "score of steps", "choose", "unite"]
     for name, (shared_bytes, text) in compiled.items():
         assert shared_bytes <= 232_448, name
-        assert ("wgmma.mma_async" in text) == (name in ("causal", "selected", "score")), name
+        assert ("wgmma.mma_async" in text) == (name in ("causal", "selected") or "score" in name), name
         # Keys and values arrive in shared memory by themselves while others are multiplied.
         assert ("cp.async.cg.shared.global" in text) == (name in ("causal", "selected", "step")), name
