@@ -491,3 +491,41 @@ def test_a_sampling_of_its_own(llm: LLM) -> None:
     with llm.reply([1, 2], max_tokens=5, sampling=sampling) as reply:
         tokens = tuple(piece.token for piece in reply)
     assert tokens == llm.generate([1, 2], max_tokens=5, temperature=1.5, seed=3)[0].token_ids
+
+
+def test_replies_that_are_open_at_the_same_time(qwen: Path) -> None:
+    prompts = [[1, 2, 3], [9], [40, 41]]
+    for parallel in (1, 2, 3):
+        with LLM(qwen, device="cpu", parallel=parallel) as llm:
+            whole = [each.token_ids for each in llm.generate(prompts, max_tokens=6)]
+            replies = [llm.reply(prompt, max_tokens=6) for prompt in prompts]
+            found: list[list[int]] = [[] for _ in prompts]
+            for _ in range(6):
+                for reply, tokens in zip(reversed(replies), reversed(found), strict=True):
+                    tokens.append(next(reply).token)
+            assert [tuple(tokens) for tokens in found] == whole
+            assert [reply.completion.finish_reason for reply in replies] == ["length"] * 3
+
+
+def test_a_reply_that_is_forgotten_gives_up_its_lane(qwen: Path) -> None:
+    with LLM(qwen, device="cpu", parallel=1) as llm:
+        next(llm.reply([1, 2, 3], max_tokens=400))
+        steps = llm.scheduler.counts.steps
+        assert len(llm.generate([5], max_tokens=3)[0].token_ids) == 3
+        assert llm.scheduler.counts.steps == steps + 3
+
+
+def test_batch_invariance_needs_even_cuts(qwen: Path) -> None:
+    for given in ({"ubatch": 300}, {"mixed": 100}, {"ubatch": "auto", "lazy_mode": "on"}):
+        with pytest.raises(SettingError, match="batch_invariant needs cuts at multiples of 256"):
+            LLM(qwen, device="cpu", batch_invariant=True, **given)  # type: ignore[arg-type]
+
+
+def test_lanes_share_memory(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(qwen, device="cpu", parallel=4) as llm:
+        needed = llm.model.new_state(310, torch.device("meta")).nbytes
+        monkeypatch.setattr(place_module, "available_memory_bytes", lambda: 4 * needed - 1)
+        with pytest.raises(NeverFits, match="the state of 4 sequences of 310 tokens, one for each lane of parallel 4"):
+            llm.generate([1] * 300, max_tokens=10)
+        monkeypatch.setattr(place_module, "available_memory_bytes", lambda: 4 * needed)
+        assert len(llm.generate([1] * 300, max_tokens=10)[0].token_ids) == 10
