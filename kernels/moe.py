@@ -65,12 +65,14 @@ FEW = 8
 BY_PAIR = Launch(
     math.inf,
     1,
-    gate_up=Ways(Config(8, 512, 4, 1), Config(8, 512, 4, 1)),
-    down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(8, 128, 4, 1, unroll=5, together=2)),
+    gate_up=Ways(Config(8, 512, 4, 1), Config(8, 512, 4, 3)),
+    down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(8, 1024, 4, 3, together=2)),
 )
 #: The first whose mean is not less than that of the ubatch.
 BY_TILE = (
-    Launch(12, 16, Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3)), Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3))),
+    Launch(
+        12, 16, Ways(Config(64, 64, 4, 4), Config(32, 256, 4, 3)), Ways(Config(64, 64, 4, 4), Config(32, 256, 4, 3))
+    ),
     Launch(24, 32, Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3)), Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3))),
     Launch(96, 64, Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3)), Ways(Config(128, 64, 4, 4), Config(64, 64, 4, 3))),
     Launch(
@@ -80,6 +82,8 @@ BY_TILE = (
         down=Ways(Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
     ),
 )
+# Rows of a tile up to which codes of packed weights are multiplied as they are.
+_MOST_BY_CODES = 16
 # Pairs that are looked at at once where they are sorted, and values that are summed at once.
 _SORTED, _SUMMED = 2048, 1024
 
@@ -172,23 +176,24 @@ def _by_pair(
     hidden, width, slots = sizes.values()
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
     config = _config(launch.gate_up, gate_up)
-    _bodies().gate_up_rows[(-(-width // config.part), chosen.numel())](
-        *(x, chosen, weights, *_planes(gate_up), inner),
-        **sizes,
-        **_stored(gate_up),
-        **_launched(config, hidden),
-        STAGES=config.stages,
-        UNROLL=config.unroll,
+    if _by_codes(gate_up, launch.rows):
+        body, more = _code_bodies().gate_up_rows, {"num_stages": config.stages}
+    else:
+        body, more = _bodies().gate_up_rows, {"STAGES": config.stages, "UNROLL": config.unroll}
+    body[(-(-width // config.part), chosen.numel())](
+        *(x, chosen, weights, *_planes(gate_up), inner), **sizes, **_constants(config, gate_up, launch.rows), **more
     )
     config = _config(launch.down, down)
-    _bodies().down_rows[(-(-hidden // config.part), len(x))](
+    if _by_codes(down, launch.rows):
+        body, more = _code_bodies().down_rows, {"num_stages": config.stages}
+    else:
+        body, more = _bodies().down_rows, {"STAGES": config.stages, "UNROLL": config.unroll}
+    body[(-(-hidden // config.part), len(x))](
         *(inner, chosen, *_planes(down), out),
         **sizes,
-        **_stored(down),
-        **_launched(config, width),
+        **_constants(config, down, launch.rows),
+        **more,
         TOGETHER=math.gcd(config.together, slots),
-        STAGES=config.stages,
-        UNROLL=config.unroll,
     )
 
 
@@ -203,28 +208,27 @@ def _by_tile(
 ) -> None:
     sizes = _sizes(chosen, down)
     hidden, width, slots = sizes.values()
-    pairs, experts = chosen.numel(), down.shape[0]
-    tables = sorted_by_expert(chosen, experts, launch.rows)
+    tables = sorted_by_expert(chosen, down.shape[0], launch.rows)
     most_tiles = len(tables[1])
-    inner = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+    inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
+    parts = torch.empty(chosen.numel(), hidden, dtype=x.dtype, device=x.device)
     config = _config(launch.gate_up, gate_up)
-    _bodies().gate_up_tiles[(-(-width // config.part), most_tiles)](
+    bodies_of = _code_bodies() if _by_codes(gate_up, launch.rows) else _bodies()
+    bodies_of.gate_up_tiles[(-(-width // config.part), most_tiles)](
         *(x, *tables, weights, *_planes(gate_up), inner),
         **sizes,
-        **_stored(gate_up),
         ROWS=launch.rows,
-        **_launched(config, hidden),
+        **_constants(config, gate_up, launch.rows),
         num_stages=_stages(config, 2 * config.part + launch.rows, x),
     )
     config = _config(launch.down, down)
-    _bodies().down_tiles[(-(-hidden // config.part), most_tiles)](
+    bodies_of = _code_bodies() if _by_codes(down, launch.rows) else _bodies()
+    bodies_of.down_tiles[(-(-hidden // config.part), most_tiles)](
         *(inner, *tables, *_planes(down), parts),
         HIDDEN=hidden,
         WIDTH=width,
-        **_stored(down),
         ROWS=launch.rows,
-        **_launched(config, width),
+        **_constants(config, down, launch.rows),
         num_stages=_stages(config, config.part + launch.rows, x),
     )
     _bodies().combine[(len(x), -(-hidden // _SUMMED))](parts, out, HIDDEN=hidden, SLOTS=slots, PART=_SUMMED)
@@ -257,8 +261,24 @@ def _config(ways: Ways, weight: Weight) -> Config:
     return ways.packed if isinstance(weight, PackedWeight) else ways.plain
 
 
-def _launched(config: Config, inputs: int) -> dict[str, int]:
-    return {"PART": config.part, "STEP": math.gcd(config.step, inputs), "num_warps": config.warps}
+def _by_codes(weight: Weight, rows: int) -> bool:
+    """Whether tiles of so few rows are multiplied with the codes of a weight: 32 neighbours must have one scale."""
+    if not isinstance(weight, PackedWeight) or rows > _MOST_BY_CODES:
+        return False
+    return weight.block is None or weight.block[1] % 32 == 0 or weight.block[1] >= weight.shape[-1]
+
+
+def _constants(config: Config, weight: Weight, rows: int) -> dict[str, Any]:
+    """What bodies are compiled for: how the weight is stored, and how they are launched."""
+    stored, block = (weight.stored, weight.block) if isinstance(weight, PackedWeight) else ("dense", None)
+    block_rows, block_columns = block or (1, 1)
+    inputs = weight.shape[-1]
+    by_codes = _by_codes(weight, rows)
+    step = min(config.step, max(64, 1 << (inputs - 1).bit_length())) if by_codes else math.gcd(config.step, inputs)
+    return {
+        **{"STORED": stored, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns},
+        **{"PART": config.part, "STEP": step, "num_warps": config.warps},
+    }
 
 
 def _stages(config: Config, rows: int, x: torch.Tensor) -> int:
@@ -274,15 +294,12 @@ def _planes(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, t
     return weight.pointers() if isinstance(weight, PackedWeight) else (weight, weight, weight, weight)
 
 
-def _stored(weight: Weight) -> dict[str, Any]:
-    """What bodies are compiled for of how a weight is stored."""
-    stored, block = (weight.stored, weight.block) if isinstance(weight, PackedWeight) else ("dense", None)
-    block_rows, block_columns = block or (1, 1)
-    return {"STORED": stored, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
-
-
 def _bodies() -> Any:
     return bodies("moe_bodies", "the kernel of mixtures of experts")
+
+
+def _code_bodies() -> Any:
+    return bodies("moe_code_bodies", "the kernel of mixtures of packed experts")
 
 
 def _check(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up: Weight, down: Weight) -> None:
@@ -314,5 +331,7 @@ KERNEL = Kernel(
     bodies=lambda: [
         *(_bodies().gate_up_rows, _bodies().down_rows, _bodies().count, _bodies().place),
         *(_bodies().gate_up_tiles, _bodies().down_tiles, _bodies().combine),
+        *(_code_bodies().gate_up_rows, _code_bodies().down_rows),
+        *(_code_bodies().gate_up_tiles, _code_bodies().down_tiles),
     ],
 )

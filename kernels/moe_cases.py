@@ -16,7 +16,7 @@ from lazyio.kernels.packed import PackedWeight
 if TYPE_CHECKING:
     from lazyio.kernels.moe import Weight
 
-# Of fp8 weights that are checked.
+# Of fp8 weights that are checked: rows and columns.
 _BLOCK = (48, 64)
 
 
@@ -98,8 +98,8 @@ def _cases() -> list[Case[Arguments]]:
         case("a few, bfloat16", 2, torch.bfloat16),
         case("many, bfloat16", 30, torch.bfloat16, compiled_only=True),
         *(
-            case(f"{name}, {types}", tokens, stored=tuple(types.split("/")), sizes=(7, 256, 32), planted=types == q4_0)
-            for types in (q4_0, "Q4_K/Q5_0", "F8_E4M3/F8_E4M3")
+            case(f"{name}, {types}", tokens, stored=tuple(types.split("/")), sizes=size, planted=types == q4_0)
+            for types, size in ((q4_0, (7, 64, 32)), ("Q4_K/Q5_0", (7, 256, 32)), ("F8_E4M3/F8_E4M3", (7, 96, 64)))
             for name, tokens in (("a few", 2), ("many", 40))
         ),
         *(case(f"{tokens} of true size", tokens, **real) for tokens in (1, 8, 100, 200, 500, 2000)),

@@ -177,7 +177,7 @@ def sweep_launches(stored: str, work: Work, sizes: Sizes) -> None:
     candidates = {f"as {one.rows} rows": one for one in (moe.BY_PAIR, *moe.BY_TILE) if worth_it(one, work)}
     for body in ("gate_up", "down"):
         for launch in (now,) if now.rows == 1 or len(work.x) > 16 else (moe.BY_PAIR, now):
-            for config in configs(launch, body):
+            for config in configs(launch, body, isinstance(getattr(work, body), packed.PackedWeight)):
                 name = f"{launch.rows} rows, {body} {', '.join(f'{k} {v}' for k, v in settings(config).items())}"
                 candidates[name] = replace(launch, **{body: Ways(config, config)})
     times = {}
@@ -210,7 +210,9 @@ def settings(config: Config) -> dict[str, int]:
     return {name: getattr(config, name) for name in config.__slots__}
 
 
-def configs(launch: Launch, body: str) -> list[Config]:
+def configs(launch: Launch, body: str, is_packed: bool) -> list[Config]:
+    if is_packed and launch.rows <= 16:
+        return of_codes(launch, body)
     if launch.rows > 1:
         stages = (2, 3, 4)
         small = [Config(part, step, 4, count) for part, step, count in itertools.product((64, 128), (64, 128), stages)]
@@ -222,6 +224,16 @@ def configs(launch: Launch, body: str) -> list[Config]:
         ways = itertools.product((4, 8, 16), (128,), (4, 8), ((1, 1), (1, 5), (3, 1)))
     together = 1 if body == "gate_up" else 2
     return [Config(part, step, warps, stages, unroll, together) for part, step, warps, (stages, unroll) in ways]
+
+
+def of_codes(launch: Launch, body: str) -> list[Config]:
+    if launch.rows > 1:
+        ways = itertools.product((16, 32, 64), (128, 256, 512), (4, 8), (3, 4))
+        return [Config(*way) for way in ways]
+    if body == "gate_up":
+        return [Config(*way) for way in itertools.product((8, 16), (256, 512, 1024), (4, 8), (2, 3, 4))]
+    ways = itertools.product(((8, 2), (16, 1), (16, 2)), (128, 256, 1024), (2, 4, 8), (3, 4))
+    return [Config(part, step, warps, stages, 1, together) for (part, together), step, warps, stages in ways]
 
 
 def runs(work: Work, launch: Launch) -> bool:

@@ -65,8 +65,8 @@ def test_torch_is_the_layer_without_kernels(
 
 def test_launches_that_are_compared_differ(tool: ModuleType):
     for launch in (moe.BY_PAIR, *moe.BY_TILE):
-        for body in ("gate_up", "down"):
-            some = tool.configs(launch, body)
+        for body, is_packed in (("gate_up", False), ("down", False), ("gate_up", True), ("down", True)):
+            some = tool.configs(launch, body, is_packed)
             assert len(set(some)) == len(some) > 8
 
 

@@ -1,0 +1,226 @@
+"""What the GPU does for a mixture of experts whose weights are packed, for few rows of each expert.
+
+The bodies are those of moe_bodies.py whose names they have: pairs one by one, or tiles of up to 16 rows. Codes are
+multiplied as they are, see packed_products.py. Rows of gate and up lie in turns here, so that one product makes both.
+"""
+
+# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+from lazyio.kernels.packed_products import add_products, load_scales
+
+
+@triton.jit
+def _products(
+    x: tl.tensor,  # [rows]: pointers to the first input of each
+    live: tl.tensor,  # [rows]
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    w3: tl.tensor,
+    expert: tl.tensor,
+    n: tl.tensor,
+    STORED: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """Of rows n of an expert's weight with rows of x: float32 [n, rows], 0 for rows that are not live."""
+    found = tl.zeros((STEP // 64, n.shape[0], x.shape[0]), tl.float32)
+    scales, units = load_scales(w2, w3, expert, n, 0, STORED, N, K, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
+    last: tl.constexpr = (K - 1) // STEP * STEP
+    for k in range(0, K, STEP):
+        following = tl.minimum(k + STEP, last)
+        scales_then, units_then = load_scales(
+            w2, w3, expert, n, following, STORED, N, K, STEP, BLOCK_ROWS, BLOCK_COLUMNS
+        )
+        found = add_products(found, x, live, w0, w1, scales, units, expert, n, k, STORED, N, K, STEP)
+        scales, units = scales_then, units_then
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _act(both: tl.tensor) -> tl.tensor:
+    """silu(gate) * up, of rows in turns: [2 n, rows] to [n, rows]."""
+    rows: tl.constexpr = both.shape[1]
+    gate, up = tl.split(tl.permute(tl.reshape(both, (both.shape[0] // 2, 2, rows)), (0, 2, 1)))
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def gate_up_rows(
+    x: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    w3: tl.tensor,
+    inner: tl.tensor,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """silu(gate) * up * weight of one pair: the first of 8 rows."""
+    pair = tl.program_id(1)
+    expert = tl.load(chosen + pair)
+    each, m = tl.arange(0, 2 * PART), tl.arange(0, 8)
+    n = tl.minimum(tl.program_id(0) * PART + each // 2, WIDTH - 1) + each % 2 * WIDTH
+    x_rows = x + (pair // SLOTS).to(tl.int64) * HIDDEN + m * 0
+    both = _products(
+        x_rows, m == 0, w0, w1, w2, w3, expert, n, STORED, 2 * WIDTH, HIDDEN, STEP, BLOCK_ROWS, BLOCK_COLUMNS
+    )
+    found = tl.sum(_act(both), 1) * tl.load(weights + pair)
+    row = tl.program_id(0) * PART + tl.arange(0, PART)
+    tl.store(inner + pair.to(tl.int64) * WIDTH + row, found.to(inner.dtype.element_ty), mask=row < WIDTH)
+
+
+@triton.jit
+def down_rows(
+    inner: tl.tensor,
+    chosen: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    w3: tl.tensor,
+    out: tl.tensor,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    STEP: tl.constexpr,
+    TOGETHER: tl.constexpr,  # 8 at most
+) -> None:
+    """The sum over a token's experts of some of their outputs. Weights are multiplied with all slots of a step."""
+    token = tl.program_id(1)
+    each, m = tl.arange(0, PART * TOGETHER), tl.arange(0, 8)
+    n = tl.minimum(tl.program_id(0) * PART + each // TOGETHER, HIDDEN - 1)
+    chosen += token * SLOTS + each % TOGETHER
+    x_rows = inner + token.to(tl.int64) * (SLOTS * WIDTH) + m * WIDTH
+    found = tl.zeros((STEP // 64, PART * TOGETHER, 8), tl.float32)
+    expert = tl.load(chosen)
+    scales, units = load_scales(w2, w3, expert, n, 0, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
+    steps: tl.constexpr = (WIDTH + STEP - 1) // STEP
+    last: tl.constexpr = SLOTS // TOGETHER * steps - 1
+    for i in range(SLOTS // TOGETHER * steps):
+        following = tl.minimum(i + 1, last)
+        expert_then = tl.load(chosen + following // steps * TOGETHER)
+        scales_then, units_then = load_scales(
+            w2, w3, expert_then, n, following % steps * STEP, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS
+        )
+        rows_now, k = x_rows + i // steps * TOGETHER * WIDTH, i % steps * STEP
+        found = add_products(
+            found, rows_now, m < TOGETHER, w0, w1, scales, units, expert, n, k, STORED, HIDDEN, WIDTH, STEP
+        )
+        expert, scales, units = expert_then, scales_then, units_then
+    own = tl.where((each % TOGETHER)[:, None] == m[None, :], tl.sum(found, 0), 0.0)
+    total = tl.sum(tl.reshape(tl.sum(own, 1), (PART, TOGETHER)), 1)
+    row = tl.program_id(0) * PART + tl.arange(0, PART)
+    tl.store(out + token.to(tl.int64) * HIDDEN + row, total, mask=row < HIDDEN)
+
+
+@triton.jit
+def gate_up_tiles(
+    x: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    total: tl.tensor,
+    weights: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    w3: tl.tensor,
+    inner: tl.tensor,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PART: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """silu(gate) * up * weight of a tile of pairs and some of their expert's width."""
+    if tl.program_id(1) >= tl.load(total):
+        return
+    tiles += tl.program_id(1) * 3
+    expert, stop = tl.load(tiles), tl.load(tiles + 2)
+    at, each = tl.load(tiles + 1) + tl.arange(0, ROWS), tl.arange(0, 2 * PART)
+    pair = tl.load(order + tl.minimum(at, stop - 1))
+    n = tl.minimum(tl.program_id(0) * PART + each // 2, WIDTH - 1) + each % 2 * WIDTH
+    x_rows = x + (pair // SLOTS).to(tl.int64) * HIDDEN
+    both = _products(
+        x_rows, at < stop, w0, w1, w2, w3, expert, n, STORED, 2 * WIDTH, HIDDEN, STEP, BLOCK_ROWS, BLOCK_COLUMNS
+    )
+    found = tl.trans(_act(both) * tl.load(weights + pair)[None, :])
+    row = tl.program_id(0) * PART + tl.arange(0, PART)
+    live = (at < stop)[:, None] & (row < WIDTH)[None, :]
+    place_out = at.to(tl.int64)[:, None] * WIDTH + row[None, :]
+    tl.store(inner + place_out, found.to(inner.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def down_tiles(
+    inner: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    total: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    w3: tl.tensor,
+    parts: tl.tensor,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PART: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """Some of the outputs of a tile of pairs."""
+    if tl.program_id(1) >= tl.load(total):
+        return
+    tiles += tl.program_id(1) * 3
+    expert, stop = tl.load(tiles), tl.load(tiles + 2)
+    at = tl.load(tiles + 1) + tl.arange(0, ROWS)
+    row = tl.program_id(0) * PART + tl.arange(0, PART)
+    n = tl.minimum(row, HIDDEN - 1)
+    some = tl.minimum(at, stop - 1)
+    found = _products(
+        inner + some.to(tl.int64) * WIDTH,
+        at < stop,
+        w0,
+        w1,
+        w2,
+        w3,
+        expert,
+        n,
+        STORED,
+        HIDDEN,
+        WIDTH,
+        STEP,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+    )
+    live = (at < stop)[:, None] & (row < HIDDEN)[None, :]
+    place_out = tl.load(order + some).to(tl.int64)[:, None] * HIDDEN + row[None, :]
+    tl.store(parts + place_out, tl.trans(found).to(parts.dtype.element_ty), mask=live)
