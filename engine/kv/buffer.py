@@ -43,10 +43,9 @@ class Buffer:
         """
         if self.poison:
             assert self.null_is_clean(), "someone wrote to the null page"
-            self._bytes[self._sent(owned)] = _POISON
-            if not tokens:
-                self._bytes[self._sent(run)] = _POISON
-        places = _Opening(self._planes, self._parts(run), table, self._sent(table.pages), tokens)
+            self._bytes[self._places(owned)] = _POISON
+        self._bytes[self._places(run)] = self._fill
+        places = _Opening(self._planes, self._parts(run), table, self._sent(table.pages), tokens, zero=self.poison)
         pieces = {module: piece.placed(places) for module, piece in self.layout.template.pieces.items()}
         state = State(pieces, table.capacity)
         state.tokens = tokens
@@ -55,7 +54,7 @@ class Buffer:
     def copy(self, source: Pages | Sequence[int], target: Pages | Sequence[int]) -> None:
         """Copy pages, or a run, to others."""
         if len(source):
-            self._bytes[self._sent(target)] = self._bytes[self._sent(source)]
+            self._bytes[self._places(target)] = self._bytes[self._places(source)]
 
     def null_is_clean(self) -> bool:
         """Whether the null page is as it was made. Waits for the device."""
@@ -64,6 +63,13 @@ class Buffer:
     @property
     def _fill(self) -> int:
         return _POISON if self.poison else 0
+
+    def _places(self, pages: Pages | Sequence[int]) -> slice | torch.Tensor:
+        """Those pages of the buffer, in one piece where they lie so."""
+        first = int(pages[0]) if len(pages) else 0
+        if np.array_equal(pages, range(first, first + len(pages))):
+            return slice(first, first + len(pages))
+        return self._sent(pages)
 
     def _sent(self, pages: Pages | Sequence[int]) -> torch.Tensor:
         return torch.from_numpy(np.array(pages, np.int64)).to(self._bytes.device)
@@ -85,14 +91,24 @@ class Buffer:
 
 
 class _Opening:
-    """Places of one sequence, of which so many tokens are known, taken in the order in which they were measured."""
+    """Places of one sequence, of which so many tokens are known, taken in the order in which they were measured.
+
+    With `zero`, the run is not what a sequence begins with, and must become it where that is zero.
+    """
 
     def __init__(
-        self, planes: list[torch.Tensor], parts: list[torch.Tensor], table: Table, sent: torch.Tensor, tokens: int
+        self,
+        planes: list[torch.Tensor],
+        parts: list[torch.Tensor],
+        table: Table,
+        sent: torch.Tensor,
+        tokens: int,
+        *,
+        zero: bool,
     ) -> None:
         self._planes: Iterator[torch.Tensor] = iter(planes)
         self._parts: Iterator[torch.Tensor] = iter(parts)
-        self._table, self._sent, self._tokens = table, sent, tokens
+        self._table, self._sent, self._tokens, self._zero = table, sent, tokens, zero
 
     def growing(self, entries: int, shape: Sequence[int], dtype: torch.dtype) -> Any:
         return Paged(next(self._planes), self._table, self._sent, self._tokens // (PAGE // entries))
@@ -108,4 +124,4 @@ class _Opening:
 
     def _begun(self) -> torch.Tensor:
         part = next(self._parts)
-        return part if self._tokens else part.zero_()
+        return part.zero_() if self._zero else part

@@ -6,6 +6,7 @@ from typing import Self
 
 import torch
 
+from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.kv.tables import Table
 from lazyio.engine.state import Growing, Recurrent, Sliding
 
@@ -23,11 +24,17 @@ class Paged:
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Add the entries [n, *shape] of the next tokens; return those of all tokens, a copy."""
         each, done = self.plane.shape[1], 0
+        assert self._length + len(new) <= self._host_table.capacity // (PAGE // each), "a sequence outgrew its claim"
         while done < len(new):
             number, start = divmod(self._length, each)
-            assert number < len(self._host_table.pages), "a sequence outgrew the pages it has claimed"
-            count = min(each - start, len(new) - done)
-            self.plane[int(self._host_table.pages[number]), start : start + count] = new[done : done + count]
+            in_a_row = 1 if start else self._host_table.in_a_row(number, (len(new) - done) // each)
+            first = int(self._host_table.pages[number])
+            if in_a_row > 1:  # whole pages at once
+                count = in_a_row * each
+                self.plane[first : first + in_a_row] = new[done : done + count].unflatten(0, (in_a_row, each))
+            else:
+                count = min(each - start, len(new) - done)
+                self.plane[first, start : start + count] = new[done : done + count]
             self._length += count
             done += count
         return self.entries

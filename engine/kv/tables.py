@@ -34,6 +34,12 @@ class Table:
         found = np.where(mapped, self.pages[np.where(mapped, pages, 0)] if len(self.pages) else NULL, NULL)
         return found.astype(np.int64) * each + entries % each
 
+    def in_a_row(self, first: int, most: int) -> int:
+        """How many of the `most` pages from the one numbered `first` on lie in the pool in a row, 1 at least."""
+        some = self.pages[first : first + max(1, most)]
+        breaks = np.flatnonzero(np.diff(some) != 1)
+        return int(breaks[0]) + 1 if len(breaks) else len(some)
+
     def covering(self, tokens: int) -> Pages:
         """The pages that hold the first so many positions."""
         return self.pages[: -(-tokens // PAGE)]

@@ -196,3 +196,38 @@ def test_a_pool_as_large_as_can_be_made_use_of(saved: Saved, monkeypatch: pytest
         assert len(ledger.pool) == 2 * 2 * (9 + ledger.run_pages)
         assert "weights" in ledger.summary()
         assert isinstance(ledger.prefixes, Prefixes)
+
+
+def replied(folder: Path, prompts: list[list[int]], **given: Any) -> tuple[list[int], list[torch.Tensor]]:
+    """Tokens of prompts that were known, and the logits that the tokens of replies were chosen by."""
+    given = {"device": "cuda", "ubatch": 512, "mixed": 256, **given}
+    with LLM(folder, **given) as llm:
+        seen: list[torch.Tensor] = []
+        logits = llm.scheduler._forward.logits
+
+        def noted(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(logits(hidden).clone())
+            return seen[-1]
+
+        llm.scheduler._forward.logits = noted  # type: ignore[method-assign]
+        known = [llm.generate(prompt, max_tokens=6)[0].account.known_tokens for prompt in prompts]
+        return known, [each.cpu() for each in seen]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ALL)
+def test_on_a_gpu(name: str, dtype: str, saved: Saved) -> None:
+    """Paged equal to windowed at the same cuts, and resumed to fresh, bit for bit."""
+    pair, folder = saved(name)
+    first = pair.tokens(3 * PAGE + 20)
+    other = [*first[: PAGE + 5], *pair.tokens(2 * PAGE, seed=9)]
+    paged = {"dtype": dtype, "kv_pages": 80, "poison_state": True}
+    _, expected = replied(folder, [first, other], dtype=dtype)
+    _, found = replied(folder, [first, other], prefix_reuse=False, **paged)
+    assert torch.equal(torch.cat(found), torch.cat(expected))
+    _, fresh = replied(folder, [other], **paged)
+    known, found = replied(folder, [first[:300], other], **paged)
+    assert known == [0, PAGE]
+    assert torch.equal(torch.cat(found[6:]), torch.cat(fresh))

@@ -42,3 +42,8 @@ def test_tables_of_several_lanes_end_in_the_null_page():
 def test_a_table_does_not_change():
     with pytest.raises(ValueError, match="read-only"):
         table(1).pages[0] = 2
+
+
+@pytest.mark.parametrize(("first", "most", "found"), [(0, 0, 1), (0, 5, 3), (0, 2, 2), (1, 5, 2), (2, 5, 1), (3, 9, 1)])
+def test_pages_in_a_row(first: int, most: int, found: int):
+    assert table(4, 5, 6, 2).in_a_row(first, most) == found
