@@ -211,10 +211,10 @@ def sweep_launches(connection: dict[str, Way], block: dict[str, Way], tokens: in
     mixes = hyper_connection.MIX
     chosen = next(config for config in mixes if tokens <= config.tokens)
     place = mixes.index(chosen)
-    rows = (16, 32) if tokens <= 16 else (64, 128)
+    few = tokens <= 16
     of_mix = [
         (*mixes[:place], replace(chosen, rows=r, width=w, warps=n, stages=s), *mixes[place + 1 :])
-        for r, w, n, s in itertools.product(rows, (16, 32, 64), (4, 8), (2, 3, 4))
+        for r, w, n, s in itertools.product((16,) if few else (64, 128), (16, 32) if few else (32, 64), (4, 8), (3, 4))
     ]
     bodies: list[tuple[Any, str, Sequence[object], Way]] = [
         (hyper_connection, "CONNECT", list(itertools.product((1, 2, 4), (2, 4, 8))), connection[KERNELS]),
