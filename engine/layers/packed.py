@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lazyio.kernels.contract import usable
 from lazyio.kernels.packed import PackedWeight, reference_dequantise
-from lazyio.kernels.packed_matmul import dequantise
+from lazyio.kernels.packed_matmul import dequantise, matmul
 
 #: A matrix as a layer holds it: [outputs, inputs], or [experts, outputs, inputs].
 Weight = torch.Tensor | PackedWeight
@@ -26,7 +26,7 @@ def times(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return functional.linear(x, weight)
     if usable(x.device):
-        return functional.linear(x, dequantise(weight, x.dtype))
+        return matmul(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
     outputs, inputs = weight.shape
     step = max(1, _VALUES_AT_ONCE // inputs)
     if weight.block is not None and weight.block[0] < outputs:  # no piece begins within a block
