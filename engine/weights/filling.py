@@ -44,7 +44,7 @@ def fill_packed(weight: PackedWeight, part: Part, file: FileOnce, landing: Landi
     Raises ModelError where a scale is no finite number.
     """
     own, stored, kind = cut(weight, part.into), part.stored, TYPES[weight.stored]
-    row_bytes, blocks = kind.row_bytes(weight.shape[-1]), (-1, kind.block_bytes)
+    row_bytes = kind.row_bytes(weight.shape[-1])
     columns = None if part.tiles is None or part.tiles.dim == 0 else part.tiles.of_elements(kind.block_values)
     # Regrouping takes a few times what is regrouped.
     for box, first in _boxes(own.shape[:-1], max(1, landing.piece_bytes // 4 // row_bytes)):
@@ -52,7 +52,9 @@ def fill_packed(weight: PackedWeight, part: Part, file: FileOnce, landing: Landi
         with landing.piece(row_bytes * math.prod(sizes)) as piece:
             file.read_into(piece, stored.offset + row_bytes * first)
             raw = piece.view(*sizes, row_bytes).to(weight.device, non_blocking=True)
-            pack_into(cut(own, box), raw if columns is None else columns.undo(raw.unflatten(-1, blocks)).flatten(-2))
+            if columns is not None:
+                raw = columns.undo(raw.view(*sizes, -1, kind.block_bytes)).view(raw.shape)
+            pack_into(cut(own, box), raw)
     if part.scale is not None:
         own.planes[1].copy_(read_scale(stored, part.scale, weight.device).view(own.planes[1].shape))
     check_finite(own, f"{stored.path}: {stored.name}")
