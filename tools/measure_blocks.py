@@ -33,9 +33,11 @@ from lazyio.engine.state import State
 from lazyio.engine.ubatch import Ubatch
 from lazyio.engine.weights.dummy import draw
 from lazyio.kernels import hyper_connection, ple_block
+from lazyio.kernels.expand_rows import expand_rows
 from lazyio.kernels.hyper_connection import Given
+from lazyio.ple.dtypes import TYPES
 
-HIDDEN, COUNT, RANK, VALUES, TAPS, DILATION, EPS = 2560, 4, 320, 2560, 4, 3, 1e-6
+HIDDEN, COUNT, RANK, VALUES, HEADS, TAPS, DILATION, EPS = 2560, 4, 320, 2560, 16, 4, 3, 1e-6
 WIDTH = COUNT * HIDDEN
 KERNELS, AGAIN, TORCH, STORED = "kernels", "kernels again", "torch", "kernels, the gate stored"
 Way = Callable[[], Sequence[torch.Tensor]]
@@ -151,7 +153,23 @@ def table_block(tokens: int, device: torch.device) -> dict[str, Way]:
     def products() -> list[torch.Tensor]:
         return [layer.key_proj(rows.values()), layer.value_proj(rows.values())]
 
-    return {KERNELS: run, TORCH: plain, "the two products alone": products, AGAIN: run}
+    return {KERNELS: run, TORCH: plain, "the two products alone": products, **expansions(tokens, device), AGAIN: run}
+
+
+def expansions(tokens: int, device: torch.device) -> dict[str, Way]:
+    """The rows expanded: what products that expand them on the way could save at most."""
+    each, heads = VALUES // HEADS, torch.arange(tokens * HEADS, device=device)
+    ways: dict[str, Way] = {}
+    for stored in ("F8_E4M3", "Q4_0"):
+        packed = torch.randint(0, 120, (len(heads), TYPES[stored].row_bytes(each)), dtype=torch.uint8, device=device)
+        out = torch.empty(len(heads), each, dtype=torch.bfloat16, device=device)
+
+        def run(packed: torch.Tensor = packed, stored: str = stored, out: torch.Tensor = out) -> list[torch.Tensor]:
+            expand_rows(packed, heads, stored, out)
+            return [out, packed]
+
+        ways[f"expansion of {stored} alone"] = run
+    return ways
 
 
 def block_bytes(tokens: int) -> int:

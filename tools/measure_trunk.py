@@ -155,7 +155,7 @@ def row_ids_of(reference: Any) -> NgramRowIds:
             tuple(constants.head_vocab_sizes),
             tuple(constants.head_offsets),
             constants.heads_per_ngram,
-            constants.eos_token_id,
+            reference.config.eos_token_id,
         )
     )
 
