@@ -43,7 +43,7 @@ def execute(request: Request) -> None:
         try:
             _show_all(replies, llm, silent=request.json)
         finally:
-            _conclude(replies, request, time.perf_counter() - began)
+            _conclude(replies, llm, request, time.perf_counter() - began)
 
 
 def _prompts(request: Request) -> list[Prompt]:
@@ -131,7 +131,7 @@ def _show(reply: Reply, llm: LLM, *, silent: bool) -> None:
             print(piece.text if llm.no_text is None else f"{piece.token} ", end="", flush=True)
 
 
-def _conclude(replies: Sequence[Reply], request: Request, seconds: float) -> None:
+def _conclude(replies: Sequence[Reply], llm: LLM, request: Request, seconds: float) -> None:
     completions = [reply.completion for reply in replies]
     if request.json:
         results = [_as_json(request, completion) for completion in completions]
@@ -144,11 +144,19 @@ def _conclude(replies: Sequence[Reply], request: Request, seconds: float) -> Non
         _say(f"{number}{failed}{completion.account.line()}")
     if len(completions) > 1:
         tokens = sum(len(completion.token_ids) for completion in completions)
-        most = max(completion.account.most_together for completion in completions)
         _say(
             f"{len(completions)} replies of {tokens:,} tokens together in {seconds:.2f} s, "
-            f"{short(tokens / seconds)}/s, at most {most} at once"
+            f"{short(tokens / seconds)}/s, {_room(llm)}"
         )
+
+
+def _room(llm: LLM) -> str:
+    counts, admission = llm.scheduler.counts, llm.admission
+    lanes = f"at most {counts.most_lanes} at once"
+    if not isinstance(admission, Paged):
+        return lanes
+    pool = admission.ledger.pool
+    return f"{lanes} in at most {pool.peak} of {len(pool)} pages; {counts.refused} steps in which one found no room"
 
 
 def _as_json(request: Request, completion: Completion) -> dict[str, Any]:

@@ -37,6 +37,10 @@ def bench_engine(
     streams: Annotated[
         str, typer.Option(help="Replies that go on at once, numbers separated by commas; empty for one sequence.")
     ] = "",
+    kv_pages: Annotated[
+        str,
+        typer.Option(help="Of streams: pages for all together, numbers, auto or off, separated by commas."),
+    ] = "",
     context: Annotated[int, typer.Option(min=1, help="Tokens before the first decode step.")] = 256,
     ids: Annotated[
         Path | None,
@@ -90,6 +94,7 @@ def bench_engine(
         prompts=prompts,
         decode=decode,
         streams=streams,
+        kv_pages=kv_pages,
         context=context,
         modes=modes,
         lookahead=lookahead,

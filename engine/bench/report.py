@@ -106,14 +106,13 @@ def _streams_table(outcome: StreamsOutcome) -> Table:
         "waited\np99, us": lambda runs: _middle([run.waits_us[1] for run in runs]),
         "asking for\nrows, us": lambda runs: _middle([1e6 * run.rows_s / len(run.steps_s) for run in runs]),
         "scheduler,\n% of a step": lambda runs: _middle([100 * run.host_share for run in runs]),
+        "peak\npages": lambda runs: _middle([run.peak_pages or 0 for run in runs]),
     }
     for name in columns:
         table.add_column(name, justify="right")
-    arms = [(way, streams, False) for streams in outcome.streams for way in outcome.ways]
-    for way, streams, again in [*arms, (outcome.ways[0], outcome.streams[0], True)]:
-        runs = outcome.of(way, streams, again=again)
-        label = f"{streams}, {way.mode}{' (again)' if again else ''}"
-        table.add_row(label, *(Text(cell(runs)) for cell in columns.values()))
+    for arm, again in [*((arm, False) for arm in outcome.arms), (outcome.arms[0], True)]:
+        runs = outcome.of(arm, again=again)
+        table.add_row(f"{arm.label}{' (again)' if again else ''}", *(Text(cell(runs)) for cell in columns.values()))
     return table
 
 
@@ -182,7 +181,7 @@ def _fallbacks(outcome: EngineOutcome) -> list[str]:
     rounds = [turns for prompt in outcome.prompts for turns in prompt.rounds]
     backends = {(timed.way.mode, timed.run.backend) for turns in rounds for timed in turns}
     if outcome.streams is not None:
-        backends |= {(run.way.mode, run.backend) for turns in outcome.streams.rounds for run in turns}
+        backends |= {(run.arm.way.mode, run.backend) for turns in outcome.streams.rounds for run in turns}
     if outcome.decode is not None:
         backends |= {(steps.way.mode, steps.run.backend) for turns in outcome.decode.rounds for steps in turns}
     return sorted(

@@ -21,7 +21,7 @@ from lazyio.engine.bench.decoding import measure_decode
 from lazyio.engine.bench.prompts import PromptBench
 from lazyio.engine.bench.report import EngineOutcome
 from lazyio.engine.bench.rig import Rig
-from lazyio.engine.bench.streams import StreamsOutcome, measure_streams, streams_of
+from lazyio.engine.bench.streams import StreamsOutcome, arms_of, measure_streams
 from lazyio.engine.bench.ways import Way, ways_of
 from lazyio.engine.llm import LLM
 from lazyio.engine.place import check_state
@@ -41,6 +41,7 @@ class EngineRequest:
     prompts: str
     decode: int
     streams: str
+    kv_pages: str
     context: int
     modes: str
     lookahead: str
@@ -57,6 +58,8 @@ class EngineRequest:
             raise SettingError(f"--prompts is {self.prompts!r}; it can be numbers of tokens separated by commas")
         if not words and not self.decode:
             raise SettingError("there is nothing to measure: give --prompts or --decode")
+        if self.kv_pages and not self.streams:
+            raise SettingError("--kv-pages has no effect without --streams: give a number of them")
         if self.streams and not self.decode:
             raise SettingError("--streams measures decode steps, and --decode is 0: give a number of them")
         return [int(word) for word in words]
@@ -72,10 +75,10 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
     modes = [Way(mode, 0) for mode in dict.fromkeys(way.mode for way in ways)]
     together = _streams(request, modes)
     decode = request.context + request.decode if request.decode else 0
-    most = max([*lengths, decode, *map(together.tokens_each, together.streams)])
-    text = max([most, *(count * together.tokens_each(count) for count in together.streams)])
+    of_a_stream, of_all = together.most_tokens
+    most = max([*lengths, decode, of_a_stream])
     # Before anything is opened, and minutes of loading.
-    tokens, source = tokens_of(request.ids, text, _vocab_of(request, most), request.seed)
+    tokens, source = tokens_of(request.ids, max(most, of_all), _vocab_of(request, most), request.seed)
     with LLM(request.path, **request.model) as llm, ExitStack() as stack:
         assert llm.table is not None
         assert llm.feed is not None
@@ -95,7 +98,7 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
                 measured = bench.measure(tokens[:length], cuts[length], warm=warm, watch=watch)
                 outcome.prompts.append(measured)
                 yield outcome
-            if together.streams:
+            if together.arms:
                 outcome.streams = measure_streams(rig, together, tokens, request.rounds, watch)
                 yield outcome
             elif request.decode:
@@ -107,7 +110,8 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
 def _streams(request: EngineRequest, modes: list[Way]) -> StreamsOutcome:
     ubatch = settings.resolve("ubatch", request.model["ubatch"]) or settings.SETTINGS["ubatch"].default
     limits = Limits(ubatch, min(ubatch, settings.resolve("mixed")))
-    return StreamsOutcome(modes, streams_of(request.streams), request.context, request.decode, limits)
+    arms = arms_of(request.streams, modes, request.kv_pages)
+    return StreamsOutcome(arms, request.context, request.decode, limits)
 
 
 def _vocab_of(request: EngineRequest, tokens: int) -> int:

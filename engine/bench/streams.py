@@ -18,32 +18,46 @@ from lazyio.bench.cold import make_cold
 from lazyio.bench.turns import in_turn
 from lazyio.bench.watch import Watch
 from lazyio.engine.account import Meter, percentile
-from lazyio.engine.admission import Windows
 from lazyio.engine.bench.rig import Rig
 from lazyio.engine.bench.ways import Way
 from lazyio.engine.feed import Feed
 from lazyio.engine.forward import Forward
+from lazyio.engine.kv.options import KvOptions
+from lazyio.engine.kv.paged import Paged
 from lazyio.engine.planning import Limits
 from lazyio.engine.request import Request
 from lazyio.engine.sampling import Following
 from lazyio.engine.scheduler import Scheduler
 from lazyio.engine.writing import Plan, Writing
-from lazyio.errors import SettingError
+from lazyio.errors import NeverFits, SettingError
 from lazyio.gate import TableStats
 from lazyio.modes import Backend
 from lazyio.ple.cuts import fixed_cuts
 
 
 @dataclass(frozen=True, slots=True)
+class Arm:
+    """So many replies at once, with a lazy mode, and windows ("off") or so many pages for what they carry."""
+
+    streams: int
+    way: Way
+    kv_pages: str
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return f"{self.streams}, {self.way.mode}{'' if self.kv_pages == 'off' else f', pages {self.kv_pages}'}"
+
+
+@dataclass(frozen=True, slots=True)
 class StreamsRun:
-    """Steps of `streams` replies at once. `waits_s` are what computing stood still for rows, in each step.
+    """Steps of all replies at once. `waits_s` are what computing stood still for rows, in each step.
 
     `rows_s` is what asking for rows took in all of them, `host_s` what the scheduler took beside that, launching the
-    model and waiting for it.
+    model and waiting for it. `peak_pages` is how many were ever held, None with windows.
     """
 
-    way: Way
-    streams: int
+    arm: Arm
     again: bool
     steps_s: tuple[float, ...]
     waits_s: tuple[float, ...]
@@ -52,11 +66,12 @@ class StreamsRun:
     stats: TableStats
     backend: Backend
     chosen: str  # a digest of the tokens that were chosen
+    peak_pages: int | None
 
     @property
     def tokens_per_s(self) -> float:
         """Of all streams together."""
-        return self.streams * len(self.steps_s) / sum(self.steps_s)
+        return self.arm.streams * len(self.steps_s) / sum(self.steps_s)
 
     @property
     def host_share(self) -> float:
@@ -79,8 +94,7 @@ class StreamsRun:
 class StreamsOutcome:
     """All rounds."""
 
-    ways: list[Way]  # one a mode
-    streams: list[int]
+    arms: list[Arm]
     context: int
     steps: int
     limits: Limits
@@ -90,32 +104,44 @@ class StreamsOutcome:
         """Of the text that a stream follows: steps go on until the last one's prompt is done, and then are measured."""
         return self.context + streams * -(-self.context // self.limits.mixed) + self.steps + 1
 
-    def of(self, way: Way, streams: int, *, again: bool = False) -> list[StreamsRun]:
-        """The runs of a way with so many streams, one a round."""
-        runs = [run for turns in self.rounds for run in turns]
-        return [run for run in runs if (run.way, run.streams, run.again) == (way, streams, again)]
+    @property
+    def most_tokens(self) -> tuple[int, int]:
+        """Of the text that a stream follows at most, and of all streams that go on at once."""
+        each = [(self.tokens_each(arm.streams), arm.streams) for arm in self.arms]
+        return max((n for n, _ in each), default=0), max((n * streams for n, streams in each), default=0)
+
+    def of(self, arm: Arm, *, again: bool = False) -> list[StreamsRun]:
+        """The runs of an arm, one a round."""
+        return [run for turns in self.rounds for run in turns if (run.arm, run.again) == (arm, again)]
 
 
-def streams_of(text: str) -> list[int]:
-    """Numbers of streams, separated by commas. Raises SettingError for other text."""
+def arms_of(streams: str, ways: Sequence[Way], kv_pages: str) -> list[Arm]:
+    """All of them, by numbers of streams and of pages, separated by commas. Raises SettingError for other text."""
+    counts = [settings.resolve("parallel", word) for word in _words("--streams", streams)]
+    pages = _words("--kv-pages", kv_pages) or ["off"]
+    for word in pages:
+        settings.resolve("kv_pages", word)
+    return [Arm(count, way, kv) for count in counts for way in ways for kv in pages]
+
+
+def _words(name: str, text: str) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
-    streams = [settings.resolve("parallel", word) for word in words]
-    if len(set(streams)) < len(streams):
-        raise SettingError(f"--streams is {text!r}; it can be numbers separated by commas, each once")
-    return streams
+    if len(set(words)) < len(words):
+        raise SettingError(f"{name} is {text!r}; it can be words separated by commas, each once")
+    return words
 
 
 def measure_streams(
     rig: Rig, outcome: StreamsOutcome, tokens: Sequence[int], rounds: int, watch: Watch
 ) -> StreamsOutcome:
     """All rounds over parts of `tokens`, one for each stream. Raises NotCold, RunsDifferError, what tables raise."""
-    arms = [(way, streams) for streams in outcome.streams for way in outcome.ways]
-    for streams in outcome.streams:  # libraries choose and compile their kernels
-        _run(rig, outcome, (outcome.ways[0], streams), tokens, again=False)
+    arms = outcome.arms
+    for arm in {(arm.streams, arm.kv_pages): arm for arm in arms}.values():
+        _run(rig, outcome, arm, tokens, again=False)  # libraries choose and compile their kernels
     for number in range(rounds):
         turns = list[StreamsRun]()
         for arm, again in in_turn(arms, arms[0], number):
-            label = f"{arm[1]} streams, {arm[0].mode}"
+            label = f"streams: {arm.label}"
             watch.begin(f"{label}, round {number + 1} of {rounds}")
             turns.append(_run(rig, outcome, arm, tokens, again=again))
             watch.note(f"{label}: {turns[-1].tokens_per_s:,.1f} tokens/s")
@@ -123,20 +149,21 @@ def measure_streams(
     return outcome
 
 
-def _run(
-    rig: Rig, outcome: StreamsOutcome, arm: tuple[Way, int], tokens: Sequence[int], *, again: bool
-) -> StreamsRun:
-    way, streams = arm
+def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, again: bool) -> StreamsRun:
+    way, streams = arm.way, arm.streams
+    admission = KvOptions.resolve(arm.kv_pages, None, None).admission(rig.model, streams, batch_invariant=False)
     make_cold(rig.spec)
     without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
     with rig.feed(way, without_cache, timed=True) as feed:
         samplers, requests = _requests(rig, outcome, feed, tokens, streams)
-        scheduler = Scheduler(Forward(rig.model), feed, Windows(rig.model, streams), outcome.limits, streams)
+        scheduler = Scheduler(Forward(rig.model), feed, admission, outcome.limits, streams)
         with closing(scheduler):
             for request in requests:
                 scheduler.add(request)
             while not all(request.replies for request in requests):
                 _step(scheduler, requests)
+            if scheduler.counts.most_lanes < streams:
+                raise NeverFits(f"{streams} streams have no room at once with kv_pages {arm.kv_pages}: give more pages")
             before, stats = replace(scheduler.counts), feed.table.stats()
             for _ in range(outcome.steps):
                 _step(scheduler, requests)
@@ -147,7 +174,8 @@ def _run(
     what = f"{streams} streams of {outcome.steps} steps after {outcome.context} tokens"
     chosen = rig.checked(what, way, [torch.tensor(sampler.chosen) for sampler in samplers])
     steps_s, waits_s = account.steps_s[-outcome.steps :], account.steps_waited_s[-outcome.steps :]
-    return StreamsRun(way, streams, again, steps_s, waits_s, rows_s, host_s, stats, backend, chosen)
+    peak = admission.ledger.pool.peak if isinstance(admission, Paged) else None
+    return StreamsRun(arm, again, steps_s, waits_s, rows_s, host_s, stats, backend, chosen, peak)
 
 
 def _requests(

@@ -177,19 +177,22 @@ def test_a_table_in_memory_is_read_once(folder: Path, monkeypatch: pytest.Monkey
 def test_streams(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = run(
-        folder, "--prompts", "", "--streams", "1,3", "--modes", "uring", "--lookahead", "2", "--json", out, *FEW
+        *(folder, "--prompts", "", "--streams", "1,3", "--kv-pages", "off,40"),
+        *("--modes", "uring", "--lookahead", "2", "--json", out, *FEW),
     )
     assert result.exit_code == 0, result.output
     assert "decode of several streams, 3 steps after 5 tokens" in result.output
     measured = json.loads(out.read_text())["streams"]
     (turns,) = measured["rounds"]
-    arms = [(turn["streams"], turn["way"]["mode"], turn["again"]) for turn in turns]
-    pairs = [(1, "off", False), (1, "uring", False), (3, "off", False), (3, "uring", False)]
-    assert arms == [*pairs, (1, "off", True)]
+    arms = [(*turn["arm"].values(), turn["again"]) for turn in turns]
+    off, uring = {"mode": "off", "lookahead": 0}, {"mode": "uring", "lookahead": 0}
+    pairs = [(n, way, kv, False) for n in (1, 3) for way in (off, uring) for kv in ("off", "40")]
+    assert arms == [*pairs, (1, off, "off", True)]
     for turn in turns:
         assert len(turn["steps_s"]) == len(turn["waits_s"]) == 3
         assert 0 < turn["host_s"] < sum(turn["steps_s"])
-        assert turn["stats"]["rows"] == turn["streams"] * 3 * 8
+        assert turn["stats"]["rows"] == turn["arm"]["streams"] * 3 * 8
+        assert (turn["peak_pages"] is None) == (turn["arm"]["kv_pages"] == "off")
     assert len({turn["chosen"] for turn in turns}) == 2
 
 
@@ -198,6 +201,8 @@ def test_streams(folder: Path, tmp_path: Path) -> None:
     [
         (["--streams", "0"], "whole number from 1 to 1024"),
         (["--streams", "2,2"], "each once"),
+        (["--streams", "2", "--kv-pages", "some"], "kv_pages is 'some'"),
+        (["--kv-pages", "auto"], "no effect without --streams"),
         (["--streams", "2", "--prompts", "8", "--decode", "0"], "--decode is 0"),
     ],
 )
