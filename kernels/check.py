@@ -24,8 +24,8 @@ NAMES = (
     "gated_delta_rule",
     "hyper_connection",
     "moe",
-    "ple_block",
     "packed_matmul",
+    "ple_block",
     "sparse_attention",
 )
 

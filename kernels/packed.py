@@ -4,9 +4,9 @@ Blocks of 18 to 210 bytes are badly aligned for wide loads. So what a kernel loa
 row all codes, all high bits, all scales. Nothing is lost, and a weight grows by less than 3 %, since the 6-bit scales
 of Q4_K and Q5_K become bytes. `_PLANES` has the planes of each type, and packed_tiles.py reads them on a GPU.
 
-    codes   of 8 bits in their order; of 4 bits 64 in 8 words: word j has codes 16 p + 2 j in its lower half, and those
-            that follow on them in its upper half, in the order of p. So one mask takes a pair of neighbours out of it,
-            with room for the exponents that make floats of both. Rows are filled up to whole words
+    codes   of 4 bits 64 in 8 words, of 8 bits 32: word j has codes 16 p + 2 j in its lower half, and those that follow
+            on them in its upper half, in the order of p. So one mask takes a pair of neighbours out of it, with room
+            for the exponents that make floats of both. Rows are filled up to a whole number of 64
     high    what codes have above 4 bits, of each word: 4 bits or 4 pairs of bits for its lower half, then for its upper
     scales  one a group: float16; or scale and least value, float16 both, in the low and the high half of a word
     units   K-quants' scales are integers (with the least value in the high byte) of which a block of 256 has the unit
@@ -29,7 +29,7 @@ _CODES, _HIGH = (8, _WORD), (16, torch.int16)
 
 # Of each plane: how many values of a row an element is for, and its dtype.
 _PLANES: dict[str, tuple[tuple[int, torch.dtype], ...]] = {
-    "Q8_0": ((1, torch.int8), (32, _HALF)),
+    "Q8_0": ((4, _WORD), (32, _HALF)),
     "Q4_0": (_CODES, (32, _HALF)),
     "IQ4_NL": (_CODES, (32, _HALF)),
     "Q4_1": (_CODES, (32, _WORD)),
@@ -40,6 +40,7 @@ _PLANES: dict[str, tuple[tuple[int, torch.dtype], ...]] = {
     "Q6_K": (_CODES, (8, torch.int16), (16, torch.int8), (256, _HALF)),
 }
 _FP8 = "F8_E4M3"
+_BYTES = ("Q8_0", _FP8)
 # Bits that codes have above 4.
 _HIGH_BITS = {"Q5_0": 1, "Q5_1": 1, "Q5_K": 1, "Q6_K": 2}
 # Rows that are looked through at once for values that are no numbers.
@@ -111,14 +112,14 @@ def plane_shapes(
                 f"a weight of {stored} {list(shape)} needs the rows and columns of its scales; got {block}"
             )
         blocks = (*leading[:-1], math.ceil(leading[-1] / block[0]), math.ceil(inputs / block[1]))
-        return [(tuple(shape), torch.uint8), (blocks, torch.float32)]
+        return [((*leading, -(-inputs // _WHOLE) * _WHOLE // 4), _WORD), (blocks, torch.float32)]
     if inputs % TYPES[stored].block_values:
         raise ModelError(
             f"a weight {list(shape)} can't be {stored}: rows of {inputs} values are no whole number of blocks of "
             f"{TYPES[stored].block_values}"
         )
     of_codes = 2 if stored in _HIGH_BITS else 1
-    whole = -(-inputs // _WHOLE) * _WHOLE if stored != "Q8_0" else inputs
+    whole = -(-inputs // _WHOLE) * _WHOLE
     columns = [whole if place < of_codes else inputs for place in range(len(_PLANES[stored]))]
     return [((*leading, n // values), dtype) for n, (values, dtype) in zip(columns, _PLANES[stored], strict=True)]
 
@@ -145,7 +146,7 @@ def pack_into(weight: PackedWeight, raw: torch.Tensor, first_row: int = 0) -> No
     assert tuple(raw.shape) == wanted, f"rows of {weight.stored} are {wanted}, not {tuple(raw.shape)}"
     assert 0 <= first_row <= outputs - rows, "rows beyond the weight"
     if weight.stored == _FP8:
-        parts = [raw]
+        parts = _code_planes(_FP8, raw.reshape(-1, inputs))
     else:
         codes, *scales = _SPLIT[weight.stored](raw.reshape(-1, TYPES[weight.stored].block_bytes))
         parts = [*_code_planes(weight.stored, codes.reshape(-1, inputs)), *scales]
@@ -174,10 +175,10 @@ def pack(
 
 def _code_planes(stored: str, codes: torch.Tensor) -> list[torch.Tensor]:
     """Codes in their order, [rows, inputs], as planes of low and high bits."""
-    if stored == "Q8_0":
-        return [codes]
-    missing = -codes.shape[1] % _WHOLE
-    places = torch.nn.functional.pad(codes, (0, missing)).view(len(codes), -1, 4, 8, 2).permute(0, 1, 3, 4, 2)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % _WHOLE))
+    places = padded.view(len(codes), -1, 2 if stored in _BYTES else 4, 8, 2).permute(0, 1, 3, 4, 2)
+    if stored in _BYTES:
+        return [_as(_WORD, places.flatten(-2))]
     low = places & 15  # [rows, groups of 64, words, halves, codes]
     planes = [_as(_WORD, (low[..., ::2] | low[..., 1::2] << 4).flatten(-2))]
     if stored in _HIGH_BITS:
@@ -213,7 +214,7 @@ def _split_five(scale_bytes: int) -> Callable[[torch.Tensor], list[torch.Tensor]
 
 
 def _split_q8_0(block: torch.Tensor) -> list[torch.Tensor]:
-    return [block[:, 2:].view(torch.int8), _as(_HALF, block[:, :2])]
+    return [block[:, 2:], _as(_HALF, block[:, :2])]
 
 
 def _k_scales(block: torch.Tensor) -> list[torch.Tensor]:
@@ -275,14 +276,16 @@ def reference_dequantise(weight: PackedWeight) -> torch.Tensor:
 def _whole_codes(weight: PackedWeight) -> torch.Tensor:
     """With their high bits, in order: [..., outputs, inputs], int8 for Q8_0 and uint8 for others."""
     codes, high, _, _ = weight.pointers()
-    if weight.stored == "Q8_0":
-        return codes
-    leading, inputs = weight.shape[:-1], weight.shape[-1]
-    places = bits(codes.contiguous().view(torch.uint8), 4).view(*leading, -1, 8, 2, 4)
+    leading, inputs, some = weight.shape[:-1], weight.shape[-1], codes.contiguous().view(torch.uint8)
+    if weight.stored in _BYTES:
+        places = some.view(*leading, some.shape[-1] // 32, 8, 2, 2)
+    else:
+        places = bits(some, 4).view(*leading, some.shape[-1] // 32, 8, 2, 4)
     if weight.stored in _HIGH_BITS:
         upper = bits(high.contiguous().view(torch.uint8), _HIGH_BITS[weight.stored])
         places = places | upper.view(places.shape) << 4
-    return places.movedim(-1, -3).reshape(*leading, -1)[..., :inputs]
+    found = places.movedim(-1, -3).flatten(-4)[..., :inputs]
+    return found.view(torch.int8) if weight.stored == "Q8_0" else found
 
 
 def _two_halves(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,12 +300,12 @@ def _repeated(units: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _fp8_values(weight: PackedWeight) -> torch.Tensor:
-    codes, scales = weight.planes
+    codes, scales = _whole_codes(weight), weight.planes[1]
     assert weight.block is not None
     for dimension, size in zip((-2, -1), weight.block, strict=True):
         number = torch.arange(weight.shape[dimension], device=codes.device) // size
         scales = scales.index_select(dimension, number)
-    return codes.view(torch.float8_e4m3fn).float() * scales
+    return codes.contiguous().view(torch.float8_e4m3fn).float() * scales
 
 
 def check_finite(weight: PackedWeight, name: str) -> None:
@@ -315,7 +318,7 @@ def check_finite(weight: PackedWeight, name: str) -> None:
             row = place[-2] * (weight.block[0] if weight.block else 1)
             _raise_damaged(weight, name, f"a scale that is {floats[tuple(place)].item()}", row, place[:-2])
     if weight.stored == _FP8:
-        rows = weight.planes[0].view(-1, weight.shape[-1])
+        rows = weight.planes[0].view(torch.uint8).flatten(0, -2)
         for number, part in enumerate(torch.split(rows, _ROWS_AT_ONCE)):
             if bool((wrong := (part & 127) == 127).any()):
                 row = number * _ROWS_AT_ONCE + int(wrong.nonzero()[0, 0])
@@ -351,7 +354,7 @@ def random(
     for plane in {codes.data_ptr(): codes, high.data_ptr(): high}.values():
         plane.view(torch.uint8).random_(0, 256, generator=generator)
     if stored == _FP8:
-        _without_nan(codes)
+        _without_nan(codes.view(torch.uint8))
     # What follows multiplies the spread: scales of 1/2 to 3/2 by 1.04, those of 32 to 63 by 48.4, of 32 to 127 by 84.1.
     unit = std / _spread(stored) / 1.04
     if stored in ("Q4_K", "Q5_K"):

@@ -143,6 +143,7 @@ def _check(x: torch.Tensor, weight: PackedWeight) -> None:
 
 
 def _check_device(weight: PackedWeight) -> None:
+    assert all(plane.is_contiguous() for plane in weight.planes), "a plane is not contiguous"
     if weight.device.type == "cuda" and (has := torch.cuda.get_device_capability(weight.device)) < _OLDEST:
         raise Unsupported(
             f"kernels of packed weights need a GPU of compute capability {_OLDEST[0]}.{_OLDEST[1]}; this one has "

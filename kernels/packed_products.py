@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from lazyio.kernels.packed_tiles import e4m3, int8, iq4_value, load, loaded_scales, pairs_of, scales_of, words_of
+from lazyio.kernels.packed_tiles import iq4_value, loaded_scales, pairs_of, scale_rows, scales_of, words_of
 
 
 @triton.jit
@@ -40,15 +40,8 @@ def load_scales(
 ) -> tl.tensor:
     """See above."""
     first = (k // 64 + tl.arange(0, BLOCK_K // 64))[:, None, None]
-    if STORED == "F8_E4M3":
-        row = (n // ROWS).to(tl.int64) + tl.cast(expert, tl.int64) * ((N + ROWS - 1) // ROWS)
-        column = first * 64 + 32 * tl.arange(0, 2)[None, None, :]
-        place = p2 + (row[None, :, None] * ((K + COLUMNS - 1) // COLUMNS) + column // COLUMNS)
-        scales = load(place, column < K, K % BLOCK_K != 0)
-        return scales, scales
-    else:
-        row = n.to(tl.int64) + tl.cast(expert, tl.int64) * N
-        return loaded_scales(p2, p3, row[None, :, None], first, STORED, K, K % BLOCK_K != 0)
+    row = scale_rows(expert, n, STORED, N, ROWS)[None, :, None]
+    return loaded_scales(p2, p3, row, first, STORED, K, COLUMNS, K % BLOCK_K != 0)
 
 
 @triton.jit
@@ -73,35 +66,12 @@ def add_products(
     checked: tl.constexpr = K % BLOCK_K != 0
     first = k // 64 + tl.arange(0, BLOCK_K // 64)
     s0, s1, s2, s3, more0, more1 = scales_of(scales, units, STORED)
-    if STORED == "F8_E4M3" or STORED == "Q8_0":
-        acc = _add_bytes(acc, x, live, p0, s0, row, first * 64, STORED, K, checked)
-        acc = _add_bytes(acc, x, live, p0, s2, row, first * 64 + 32, STORED, K, checked)
-    else:
-        words, high = words_of(p0, p1, row[None, :, None], first[:, None, None], STORED, K, checked)
-        acc = _add_half(acc, x, live, words, high, s0, s1, more0, first * 64, 0, STORED, K, checked)
-        acc = _add_half(acc, x, live, words, high, s2, s3, more1, first * 64 + 32, 1, STORED, K, checked)
-    return acc
-
-
-@triton.jit
-def _add_bytes(
-    acc: tl.tensor,
-    x: tl.tensor,
-    live: tl.tensor,
-    p0: tl.tensor,
-    scale: tl.tensor,
-    row: tl.tensor,
-    start: tl.tensor,
-    STORED: tl.constexpr,
-    K: tl.constexpr,
-    CHECKED: tl.constexpr,
-) -> tl.tensor:
-    """Products of 32 of each 64 values, from `start` on."""
-    column = start[:, None, None] + tl.arange(0, 32)[None, None, :]
-    codes = load(p0 + (row[None, :, None] * K + column), column < K, CHECKED)
-    values = int8(codes) if STORED == "Q8_0" else e4m3(codes)
-    rows = _inputs(x, live, start, 32, K, CHECKED)
-    return acc + tl.dot(values.to(rows.dtype), rows, input_precision="ieee") * scale[:, :, None]
+    groups, rows = first[:, None, None], row[None, :, None]
+    words, high = words_of(p0, p1, rows, groups, 0, STORED, K, checked)
+    acc = _add_half(acc, x, live, words, high, s0, s1, more0, first * 64, 0, STORED, K, checked)
+    if STORED == "Q8_0" or STORED == "F8_E4M3":
+        words, high = words_of(p0, p1, rows, groups, 1, STORED, K, checked)
+    return _add_half(acc, x, live, words, high, s2, s3, more1, first * 64 + 32, 1, STORED, K, checked)
 
 
 @triton.jit
@@ -157,14 +127,34 @@ def _operand(pairs: tl.tensor, rows: tl.tensor, STORED: tl.constexpr) -> tl.tens
     """What pairs of codes stand for, before it is scaled: [groups, BLOCK_N, 16] in the dtype of rows, and exact."""
     zero: tl.constexpr = 8 if STORED == "Q4_0" else 16 if STORED == "Q5_0" else 32 if STORED == "Q6_K" else 0
     if STORED == "IQ4_NL":
-        both = tl.join(iq4_value(pairs & 63).to(rows.dtype), iq4_value(pairs >> 16).to(rows.dtype))
+        both = tl.join(iq4_value(pairs & 0xFFFF).to(rows.dtype), iq4_value(pairs >> 16).to(rows.dtype))
     elif rows.dtype == tl.bfloat16:
-        wide = pairs | 0x43004300
-        low = (wide & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True) - (128.0 + zero)
-        both = tl.join(low, (wide >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True) - (128.0 + zero))
+        if STORED == "Q8_0":
+            # 128 + 7 bits, less 128 or, where the sign bit is set, 256.
+            low, upper = _halves(pairs & 0x007F007F | 0x43004300, tl.bfloat16)
+            less_low, less_upper = _halves(pairs & 0x00800080 | 0x43004300, tl.bfloat16)
+            both = tl.join(low - less_low, upper - less_upper)
+        elif STORED == "F8_E4M3":
+            low, upper = _halves((pairs & 0x007F007F) << 4 | (pairs & 0x00800080) << 8, tl.bfloat16)
+            both = tl.join(low * 1.329227995784916e36, upper * 1.329227995784916e36)  # 2 ** 120
+        else:
+            low, upper = _halves(pairs | 0x43004300, tl.bfloat16)
+            both = tl.join(low - (128.0 + zero), upper - (128.0 + zero))
     else:
-        wide = pairs | 0x64006400
-        low = (wide & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True) - (1024.0 + zero)
-        upper = (wide >> 16).to(tl.uint16).to(tl.float16, bitcast=True) - (1024.0 + zero)
-        both = tl.join(low, upper).to(rows.dtype)
-    return tl.reshape(both, (pairs.shape[0], pairs.shape[1], 16))
+        if STORED == "Q8_0":
+            low, upper = _halves(pairs ^ 0x00800080 | 0x64006400, tl.float16)
+            both = tl.join(low - 1152.0, upper - 1152.0)
+        elif STORED == "F8_E4M3":
+            low, upper = _halves((pairs & 0x007F007F) << 7 | (pairs & 0x00800080) << 8, tl.float16)
+            both = tl.join(low * 256.0, upper * 256.0)
+        else:
+            low, upper = _halves(pairs | 0x64006400, tl.float16)
+            both = tl.join(low - (1024.0 + zero), upper - (1024.0 + zero))
+    return tl.reshape(both.to(rows.dtype), (pairs.shape[0], pairs.shape[1], 16))
+
+
+@triton.jit
+def _halves(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """The floats of 2 bytes in both halves of words."""
+    low = (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+    return low, (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)

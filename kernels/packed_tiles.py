@@ -43,23 +43,22 @@ def load_tile(
 ) -> tl.tensor:
     """See above."""
     row = n.to(tl.int64) + tl.cast(expert, tl.int64) * N
-    checked: tl.constexpr = K % BLOCK_K != 0
-    if STORED == "F8_E4M3":
-        blocks: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    of_scales = scale_rows(expert, n, STORED, N, ROWS)
+    values = _values(p0, p1, p2, p3, row, of_scales, k, STORED, K, BLOCK_K, COLUMNS)
+    if STORED == "F8_E4M3" and COLUMNS % 32 != 0 and COLUMNS < K:
         column = (k + tl.arange(0, BLOCK_K))[None, :]
-        live = column < K
-        scale_row = (n // ROWS).to(tl.int64) + tl.cast(expert, tl.int64) * ((N + ROWS - 1) // ROWS)
-        codes = load(p0 + row[:, None] * K + column, live, checked)
-        values = e4m3(codes) * load(p2 + scale_row[:, None] * blocks + column // COLUMNS, live, checked)
-    elif STORED == "Q8_0":
-        group = k // 32 + tl.arange(0, BLOCK_K // 32)
-        place = (row * K)[:, None, None] + (group * 32)[None, :, None] + tl.arange(0, 32)[None, None, :]
-        codes = load(p0 + place, (group < K // 32)[None, :, None], checked)
-        scale = load(p2 + (row * (K // 32))[:, None] + group[None, :], (group < K // 32)[None, :], checked)
-        values = tl.reshape(int8(codes) * scale.to(tl.float32)[:, :, None], (n.shape[0], BLOCK_K))
-    else:
-        values = _values(p0, p1, p2, p3, row, k, STORED, K, BLOCK_K, checked)
+        place = p2 + (of_scales[:, None] * ((K + COLUMNS - 1) // COLUMNS) + column // COLUMNS)
+        values = values * load(place, column < K, K % BLOCK_K != 0)
     return values
+
+
+@triton.jit
+def scale_rows(expert: tl.tensor, n: tl.tensor, STORED: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """The rows of scales that rows of codes have."""
+    if STORED == "F8_E4M3":
+        return (n // ROWS).to(tl.int64) + tl.cast(expert, tl.int64) * ((N + ROWS - 1) // ROWS)
+    else:
+        return n.to(tl.int64) + tl.cast(expert, tl.int64) * N
 
 
 @triton.jit
@@ -78,26 +77,31 @@ def _values(
     p2: tl.tensor,
     p3: tl.tensor,
     row: tl.tensor,
+    of_scales: tl.tensor,
     k: tl.tensor,
     STORED: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    CHECKED: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Of codes of 4 bits and more: [BLOCK_N, BLOCK_K]."""
-    first = k // 64 + tl.arange(0, (BLOCK_K + 63) // 64)
-    words, high = words_of(p0, p1, row[:, None, None], first[None, :, None], STORED, K, CHECKED)
-    loaded, units = loaded_scales(p2, p3, row[:, None, None], first[None, :, None], STORED, K, CHECKED)
+    """[BLOCK_N, BLOCK_K], but for scales that are not those of whole groups of 32."""
+    checked: tl.constexpr = K % BLOCK_K != 0
+    rows, first = row[:, None, None], (k // 64 + tl.arange(0, (BLOCK_K + 63) // 64))[None, :, None]
+    half = k // 32 % 2 if BLOCK_K == 32 else 0
+    words, high = words_of(p0, p1, rows, first, half, STORED, K, checked)
+    loaded, units = loaded_scales(p2, p3, of_scales[:, None, None], first, STORED, K, COLUMNS, checked)
     s0, s1, s2, s3, more0, more1 = scales_of(loaded, units, STORED)
     if BLOCK_K == 32:
-        half = k // 32 % 2
-        words = words >> (8 * half).to(tl.uint32)
-        high = high >> ((4 if STORED == "Q6_K" else 2) * half).to(tl.uint32)
+        if STORED != "Q8_0" and STORED != "F8_E4M3":
+            words = words >> (8 * half).to(tl.uint32)
+            high = high >> ((4 if STORED == "Q6_K" else 2) * half).to(tl.uint32)
         s0, s1, more0 = tl.where(half == 0, s0, s2), tl.where(half == 0, s1, s3), tl.where(half == 0, more0, more1)
         v0, v1 = _quarter(words, high, s0, more0, 0, STORED), _quarter(words, high, s1, more0, 1, STORED)
         return tl.reshape(tl.permute(tl.join(v0, v1), (0, 1, 4, 2, 3)), (row.shape[0], BLOCK_K))
     else:
         v0, v1 = _quarter(words, high, s0, more0, 0, STORED), _quarter(words, high, s1, more0, 1, STORED)
+        if STORED == "Q8_0" or STORED == "F8_E4M3":
+            words, high = words_of(p0, p1, rows, first, 1, STORED, K, checked)
         v2, v3 = _quarter(words, high, s2, more1, 2, STORED), _quarter(words, high, s3, more1, 3, STORED)
         all_four = tl.join(tl.join(v0, v2), tl.join(v1, v3))  # [BLOCK_N, groups of 64, words, halves, 2, 2]
         return tl.reshape(tl.permute(all_four, (0, 1, 4, 5, 2, 3)), (row.shape[0], BLOCK_K))
@@ -109,6 +113,7 @@ def words_of(
     p1: tl.tensor,
     row: tl.tensor,
     group: tl.tensor,  # of 64
+    half: tl.tensor,  # which 32 of them, of codes of 8 bits
     STORED: tl.constexpr,
     K: tl.constexpr,
     CHECKED: tl.constexpr,
@@ -118,7 +123,10 @@ def words_of(
     row and group have three dimensions, of which the words become the last.
     """
     groups: tl.constexpr = (K + 63) // 64
-    place = row * (groups * 8) + group * 8 + tl.arange(0, 8)[None, None, :]
+    each: tl.constexpr = 16 if STORED == "Q8_0" or STORED == "F8_E4M3" else 8
+    place = row * (groups * each) + group * each + tl.arange(0, 8)[None, None, :]
+    if STORED == "Q8_0" or STORED == "F8_E4M3":
+        place += half * 8
     words = load(p0 + place, group < groups, CHECKED).to(tl.uint32, bitcast=True)
     high = words
     if STORED == "Q5_0" or STORED == "Q5_1" or STORED == "Q5_K":
@@ -137,7 +145,9 @@ def words_of(
 def pairs_of(words: tl.tensor, high: tl.tensor, P: tl.constexpr, STORED: tl.constexpr) -> tl.tensor:
     """Whole codes of one place, in both halves of a word."""
     codes = words >> 4 * P & 0x000F000F
-    if STORED == "Q5_0" or STORED == "Q5_1" or STORED == "Q5_K":
+    if STORED == "Q8_0" or STORED == "F8_E4M3":
+        codes = words >> 8 * (P % 2) & 0x00FF00FF
+    elif STORED == "Q5_0" or STORED == "Q5_1" or STORED == "Q5_K":
         codes |= (high << 4 >> P) & 0x00100010
     elif STORED == "Q6_K":
         codes |= (high << 4 >> 2 * P) & 0x00300030
@@ -152,6 +162,7 @@ def loaded_scales(
     first: tl.tensor,
     STORED: tl.constexpr,
     K: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CHECKED: tl.constexpr,
 ) -> tl.tensor:
     """What the planes have for groups of 64 values: 2 or 4 scales each, and the unit, if there is one.
@@ -160,7 +171,14 @@ def loaded_scales(
     """
     each: tl.constexpr = 4 if STORED == "Q6_K" else 2
     group = first * each + tl.arange(0, each)[None, None, :]
-    scales = load(p2 + (row * (K // (64 // each)) + group), group < K // (64 // each), CHECKED)
+    if STORED == "F8_E4M3":
+        place = row * ((K + COLUMNS - 1) // COLUMNS) + group * 32 // COLUMNS
+        if COLUMNS % 32 != 0 and COLUMNS < K:
+            scales = tl.full(place.shape, 1.0, tl.float32)
+        else:
+            scales = load(p2 + place, group * 32 < K, CHECKED)
+    else:
+        scales = load(p2 + (row * (K // (64 // each)) + group), group < K // (64 // each), CHECKED)
     if STORED == "Q4_K" or STORED == "Q5_K" or STORED == "Q6_K":
         units = load(p3 + (row * (K // 256) + first // 4), first < K // 64, CHECKED)
         return scales, tl.reshape(units, (units.shape[0], units.shape[1]))
@@ -219,9 +237,9 @@ def _quarter(
         # (1 + code / 16) times 16 scales, less 24 scales: exact, and one instruction.
         more = (scale * -24)[:, :, None]
         scale = scale * 16
-        even, odd = _over_16(codes & 63), _over_16(codes >> 16)
+        even, odd = _over_16(codes & 0xFFFF), _over_16(codes >> 16)
         return tl.join(even * scale[:, :, None] + more, odd * scale[:, :, None] + more)
-    even = _number(codes & 63, STORED) * scale[:, :, None]
+    even = _number(codes & 0xFFFF, STORED) * scale[:, :, None]
     odd = _number(codes >> 16, STORED) * scale[:, :, None]
     if STORED == "Q4_1" or STORED == "Q5_1" or STORED == "Q4_K" or STORED == "Q5_K":
         even += more[:, :, None]
@@ -234,6 +252,10 @@ def _number(code: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
     """What a code stands for, before it is scaled: float32."""
     if STORED == "IQ4_NL":
         return iq4_value(code)
+    elif STORED == "Q8_0":
+        return _whole(code ^ 128, 128)  # with its sign bit turned over, a code is 128 more
+    elif STORED == "F8_E4M3":
+        return _e4m3(code)
     else:
         zero: tl.constexpr = 8 if STORED == "Q4_0" else 16 if STORED == "Q5_0" else 32 if STORED == "Q6_K" else 0
         return _whole(code, zero)
@@ -252,12 +274,6 @@ def _over_16(code: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def int8(code: tl.tensor) -> tl.tensor:
-    """With its sign bit turned over, a code is 128 more."""
-    return _whole(code.to(tl.uint8, bitcast=True) ^ 128, 128)
-
-
-@triton.jit
 def iq4_value(code: tl.tensor) -> tl.tensor:
     """-127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113, by code: the nearest integers to a polynomial."""
     x = _over_16(code)
@@ -266,7 +282,6 @@ def iq4_value(code: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def e4m3(codes: tl.tensor) -> tl.tensor:
+def _e4m3(codes: tl.tensor) -> tl.tensor:
     """Exponent and mantissa, put where a float32 has them, give 2 ** -120 of the value; NaN is not looked for."""
-    wide = codes.to(tl.uint32)
-    return ((wide & 128) << 24 | (wide & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return ((codes & 128) << 24 | (codes & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36

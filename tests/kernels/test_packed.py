@@ -36,11 +36,15 @@ def by_gguf(raw: torch.Tensor, stored: str) -> torch.Tensor:
     return torch.from_numpy(dequantize(raw.numpy(), GGMLQuantizationType[stored]))
 
 
-def fp8(shape: tuple[int, ...], block: tuple[int, int], seed: int = 0) -> PackedWeight:
+def fp8_codes(shape: tuple[int, ...]) -> torch.Tensor:
+    made = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=made).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def fp8(shape: tuple[int, ...], block: tuple[int, int]) -> PackedWeight:
     weight = empty("F8_E4M3", shape, torch.device("cpu"), block)
-    made = torch.Generator().manual_seed(seed)
-    pack_into(weight, torch.randn(shape, generator=made).to(torch.float8_e4m3fn).view(torch.uint8))
-    weight.planes[1].copy_(torch.rand(weight.planes[1].shape, generator=made))
+    pack_into(weight, fp8_codes(shape))
+    weight.planes[1].copy_(torch.rand(weight.planes[1].shape, generator=torch.Generator().manual_seed(1)))
     return weight
 
 
@@ -55,11 +59,14 @@ def test_values_are_those_of_gguf(stored: str, shape: tuple[int, ...]):
 
 def test_fp8_is_scaled_by_blocks():
     weight = fp8((2, 5, 7), (2, 3))
-    codes, scales = weight.planes
+    codes = fp8_codes((2, 5, 7)).view(torch.float8_e4m3fn).float()
+    scales = weight.planes[1]
     values = reference_dequantise(weight)
     assert scales.shape == (2, 3, 3)
-    assert values[1, 4, 6] == codes[1, 4, 6].view(torch.float8_e4m3fn).float() * scales[1, 2, 2]
-    assert values[0, 1, 3] == codes[0, 1, 3].view(torch.float8_e4m3fn).float() * scales[0, 0, 1]
+    assert values[1, 4, 6] == codes[1, 4, 6] * scales[1, 2, 2]
+    assert values[0, 1, 3] == codes[0, 1, 3] * scales[0, 0, 1]
+    rows, columns = torch.arange(5) // 2, torch.arange(7) // 3
+    assert torch.equal(values, codes * scales[:, rows][:, :, columns])
 
 
 @pytest.mark.parametrize("stored", GGUF)
@@ -116,7 +123,7 @@ def test_damaged_scales_of_fp8_are_found():
 def test_nans_of_fp8_are_found():
     weight = fp8((2, 30000, 40), (128, 128))
     check_finite(weight, "w")
-    weight.planes[0][1, 20000, 3] = 0xFF
+    weight.planes[0].view(torch.uint8)[1, 20000, 3] = 0xFF
     with pytest.raises(ModelError, match="a value that is nan, in row 20000 of expert 1:"):
         check_finite(weight, "w")
 

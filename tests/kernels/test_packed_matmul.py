@@ -21,3 +21,10 @@ def test_tiles_are_the_reference_bit_for_bit(stored: str, inputs: int, device: t
     weight = random(stored, (3, 19, inputs), device)
     assert torch.equal(dequantise(weight, torch.float32), reference_dequantise(weight))
     assert torch.equal(dequantise(weight[1], torch.float32), reference_dequantise(weight[1]))
+
+
+@pytest.mark.parametrize(("shape", "block"), [((3, 19, 100), (7, 5)), ((19, 640), (128, 1000)), ((2, 9, 64), (1, 48))])
+def test_blocks_of_fp8_have_any_size(shape: tuple[int, ...], block: tuple[int, int], device: torch.device):
+    made = torch.Generator(device).manual_seed(1)
+    weight = packed.random("F8_E4M3", shape, device, made, 0.02, block)
+    assert torch.equal(dequantise(weight, torch.float32), reference_dequantise(weight))
