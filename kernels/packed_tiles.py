@@ -93,8 +93,8 @@ def _values(
     s0, s1, s2, s3, more0, more1 = scales_of(loaded, units, STORED)
     if BLOCK_K == 32:
         if STORED != "Q8_0" and STORED != "F8_E4M3":
-            words = words >> (8 * half).to(tl.uint32)
-            high = high >> ((4 if STORED == "Q6_K" else 2) * half).to(tl.uint32)
+            words = words >> tl.cast(8 * half, tl.uint32)
+            high = high >> tl.cast((4 if STORED == "Q6_K" else 2) * half, tl.uint32)
         s0, s1, more0 = tl.where(half == 0, s0, s2), tl.where(half == 0, s1, s3), tl.where(half == 0, more0, more1)
         v0, v1 = _quarter(words, high, s0, more0, 0, STORED), _quarter(words, high, s1, more0, 1, STORED)
         return tl.reshape(tl.permute(tl.join(v0, v1), (0, 1, 4, 2, 3)), (row.shape[0], BLOCK_K))
