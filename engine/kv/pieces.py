@@ -31,7 +31,7 @@ class Paged:
             first = int(self._host_table.pages[number])
             if in_a_row > 1:  # whole pages at once
                 count = in_a_row * each
-                self.plane[first : first + in_a_row] = new[done : done + count].unflatten(0, (in_a_row, each))
+                self.plane[first : first + in_a_row] = new[done : done + count].reshape(in_a_row, each, *new.shape[1:])
             else:
                 count = min(each - start, len(new) - done)
                 self.plane[first, start : start + count] = new[done : done + count]
