@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 from lazyio.engine.kv.pieces import Paged as PagedEntries
@@ -33,9 +32,7 @@ def tool() -> ModuleType:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured") / "model"
-    app = typer.Typer()
-    app.command()(load("make_model").main)
-    made = CliRunner().invoke(app, [str(folder), "--arch", "qwen4_exp", "--layers", "4"])
+    made = CliRunner().invoke(load("make_model").app, [str(folder), "--arch", "qwen4_exp", "--layers", "4"])
     assert made.exit_code == 0, made.output
     return folder
 
