@@ -26,6 +26,7 @@ NAMES = (
     "moe",
     "packed_matmul",
     "ple_block",
+    "route",
     "sparse_attention",
 )
 

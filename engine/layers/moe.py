@@ -11,7 +11,7 @@ from torch.nn import functional
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.mlp import SiluMlp
 from lazyio.engine.layers.packed import Weight, times
-from lazyio.kernels import moe
+from lazyio.kernels import moe, route
 from lazyio.kernels.contract import usable
 
 #: Of rows sorted by expert: where those of each expert end, int32 [experts] on the device, or how many each has.
@@ -44,13 +44,18 @@ class SparseMoe(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of x [tokens, hidden]: [tokens, hidden]."""
-        weights, chosen = functional.softmax(self.gate(x), -1, dtype=torch.float32).topk(self._chosen)
-        if self._normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self._route(self.gate(x))
         routed = self.experts(x, chosen, weights)
         shared = self.shared_expert_gate(x).float().sigmoid() * self.shared_expert(x)
         both: torch.Tensor = routed + shared
         return both.to(x.dtype)
+
+    def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights, float32, and numbers, int64, of the experts of each token: [tokens, chosen] both."""
+        if usable(logits.device) and route.supports(logits.dtype, logits.shape[1]):
+            return route.route(logits, self._chosen, self._normalise)
+        weights, chosen = functional.softmax(logits, -1, dtype=torch.float32).topk(self._chosen)
+        return weights / weights.sum(-1, keepdim=True) if self._normalise else weights, chosen
 
 
 class Experts(nn.Module):
