@@ -10,14 +10,16 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from lazyio.engine.synthetic.rows import Rows
 from lazyio.engine.weights.filling import fill, fill_packed, passing_bytes
 from lazyio.engine.weights.fp8 import block_scale
 from lazyio.engine.weights.reading import LANDING_BYTES, FileOnce, Landing, identity_of
 from lazyio.engine.weights.source import Part
 from lazyio.engine.weights.tiles import Tiles
 from lazyio.engine.weights.trunk import _form
-from lazyio.kernels.packed import empty, reference_dequantise
+from lazyio.kernels.packed import PACKED_TYPES, empty, reference_dequantise
 from lazyio.ple.checkpoint import StoredTensor
+from lazyio.ple.dtypes import TYPES
 from lazyio.ple.safetensors import open_safetensors
 
 CPU = torch.device("cpu")
@@ -148,33 +150,35 @@ def test_on_a_device_as_on_the_host(write: Callable[..., Path], dtype: torch.dty
 
 
 def fill_whole(
-    stored: str, path: Path, values: torch.Tensor, *, tiles: Tiles | None = None
+    stored: str, path: Path, shape: tuple[int, ...], *, tiles: Tiles | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is held of a tensor that is alone in its file, filled in small pieces, and what it should be."""
-    packed = quantize(values.numpy(), GGMLQuantizationType[stored])
+    """What is held of a random tensor that is alone in its file, filled in small pieces, and what it should be."""
+    packed = np.empty((math.prod(shape[:-1]), TYPES[stored].row_bytes(shape[-1])), np.uint8)
+    Rows(stored, shape[-1], seed=3).fill(0, packed)
     path.write_bytes(packed.tobytes())
-    tensor = StoredTensor("weight", stored, tuple(values.shape), str(path), 0, packed.nbytes)
-    weight = empty(stored, values.shape, CPU)
+    tensor = StoredTensor("weight", stored, shape, str(path), 0, packed.nbytes)
+    weight = empty(stored, shape, CPU)
     part = Part(tensor, change=None if tiles is None else tiles.undo, tiles=tiles)
     with Landing(CPU, 4096) as landing, FileOnce(str(path), identity_of(str(path))) as file:
         fill_packed(weight, part, file, landing)
-    expected = torch.from_numpy(dequantize(packed, GGMLQuantizationType[stored]))
+    expected = torch.from_numpy(dequantize(packed, GGMLQuantizationType[stored])).view(shape)
     return reference_dequantise(weight), expected if tiles is None else tiles.undo(expected)
 
 
-@pytest.mark.parametrize("stored", ["Q4_0", "Q5_1", "Q8_0"])
-@pytest.mark.parametrize("shape", [(70, 64), (3, 40, 96), (2, 3, 32)])
+@pytest.mark.parametrize("stored", sorted(PACKED_TYPES - {"F8_E4M3"}))
+@pytest.mark.parametrize("shape", [(70, 256), (3, 40, 768), (2, 3, 256)])
 def test_packed_pieces_make_the_whole(tmp_path: Path, stored: str, shape: tuple[int, ...]) -> None:
-    found, expected = fill_whole(stored, tmp_path / "file", random(*shape))
+    found, expected = fill_whole(stored, tmp_path / "file", shape)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("stored", ["Q4_0", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("stored", sorted(PACKED_TYPES - {"F8_E4M3"}))
 @pytest.mark.parametrize("dim", [0, 1])
 def test_heads_are_moved_without_being_unpacked(tmp_path: Path, stored: str, dim: int) -> None:
-    tiles = Tiles(key_heads=2, shared=3, wide=32, before=64, dim=dim)
-    shape = (64 + 6 * 32, 64) if dim == 0 else (40, 64 + 6 * 32)
-    found, expected = fill_whole(stored, tmp_path / "file", random(*shape), tiles=tiles)
+    wide = TYPES[stored].block_values if dim else 5
+    tiles = Tiles(key_heads=2, shared=3, wide=wide, before=2 * wide, dim=dim)
+    shape = (40, 8 * wide) if dim else (8 * wide, 256)
+    found, expected = fill_whole(stored, tmp_path / "file", shape, tiles=tiles)
     assert torch.equal(found, expected)
 
 
