@@ -44,7 +44,7 @@ def matmul(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = Non
         return out
     if len(x) > MOST_NARROW or not _has_narrow(weight):
         return torch.matmul(x, dequantise(weight, x.dtype).t(), out=out)
-    _narrow(x, weight, out)
+    launch_narrow(x, weight, out, next(config for least, config in NARROW if weight.shape[0] >= least))
     return out
 
 
@@ -93,8 +93,8 @@ EXPAND = Config(8, 512, 4)
 NARROW: Sequence[tuple[int, Config]] = [(8192, Config(32, 512, 4, 3)), (0, Config(16, 1024, 8, 3))]
 
 
-def _narrow(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
-    config = next(config for least, config in NARROW if weight.shape[0] >= least)
+def launch_narrow(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
+    """The kernel of few rows, as `config` says."""
     rows = 8 if len(x) <= 8 else 16
     _bodies().narrow[(-(-weight.shape[0] // config.outputs),)](
         *(x, *weight.pointers(), out, len(x)),

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import torch
@@ -206,25 +206,18 @@ def measure_many(stored: str, sizes: Sequence[Sequence[int]], counts: Sequence[i
 
 def sweep_launches(stored: str, size: Sequence[int], counts: Sequence[int], bandwidth: float, until: float) -> None:
     weights = weights_of(stored, size)
+    few = [rows_of(count, size) for count in counts]
+    configs = [Config(*one) for one in itertools.product((16, 32, 64), (512, 1024, 2048), (4, 8, 16), (2, 3, 4))]
+    with ThreadPoolExecutor(12) as pool:  # compiles several at a time
+        works = pool.map(lambda config: sensible(config) and all(right(x, weights[0], config) for x in few), configs)
+        configs = [config for config, one_works in zip(configs, works, strict=True) if one_works]
     times: dict[Config, list[float]] = {}
-    x = rows_of(max(counts), size)
-    expected = reference(x, weights[0])
-    for warps, inputs, outputs, stages in itertools.product((4, 8, 16), (512, 1024, 2048), (16, 32), (2, 3, 4)):
-        # From one to four groups of 64 inputs and 16 outputs in each warp: fewer idle, more don't fit in registers.
-        if not 64 * warps <= inputs * outputs // 16 <= 256 * warps or 64 * warps > inputs:
-            continue
+    for config in configs:
         if time.monotonic() > until:
             console.print("out of time")
             break
-        config = Config(outputs, inputs, warps, stages)
-        with launched_as(config):
-            try:
-                if error_of(matmul(x, weights[0]), expected) > 2e-2:
-                    console.print(f"{config}: wrong")
-                    continue
-                times[config] = [microseconds(lambda w, few=x[:count]: matmul(few, w), weights) for count in counts]
-            except (OutOfResources, PTXASError) as error:
-                console.print(f"{config}: {error}")
+        ways = [lambda weight, x=x, config=config: launched_as(config, x, weight) for x in few]
+        times[config] = [microseconds(way, weights) for way in ways]
     table = Table(
         stored, *("outputs", "inputs", "warps", "stages"), *(f"{count} rows: us, share" for count in counts), box=None
     )
@@ -235,14 +228,24 @@ def sweep_launches(stored: str, size: Sequence[int], counts: Sequence[int], band
     console.print(table)
 
 
-@contextmanager
-def launched_as(config: Config) -> Iterator[None]:
-    before = packed_matmul.NARROW
-    packed_matmul.NARROW = [(0, config)]
-    try:
-        yield
-    finally:
-        packed_matmul.NARROW = before
+def sensible(config: Config) -> bool:
+    """From one to eight groups of 64 inputs and 16 outputs in each warp, and none without inputs of its own."""
+    groups = config.inputs // 64 * (config.outputs // 16)
+    return config.inputs >= 64 * config.warps and config.warps <= groups <= 8 * config.warps
+
+
+def launched_as(config: Config, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
+    packed_matmul.launch_narrow(x, weight, out, config)
+    return out
+
+
+def right(x: torch.Tensor, weight: PackedWeight, config: Config) -> bool:
+    with torch.inference_mode():
+        try:
+            return error_of(launched_as(config, x, weight), reference(x, weight)) < 2e-2
+        except (OutOfResources, PTXASError):
+            return False
 
 
 if __name__ == "__main__":
