@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lazyio import forms
 from lazyio.errors import SettingError
 from lazyio.fetchers.base import FetcherOptions
 from lazyio.fetchers.direct import BUFFERED_FROM_ROW_BYTES
-from lazyio.fetchers.registry import available
+from lazyio.forms import Form
 from lazyio.modes import FETCHERS, MODES, Backend
-from lazyio.units import format_bytes, parse_bytes
+from lazyio.units import format_bytes
 
 __all__ = [
     "SETTINGS",
-    "TRUNK_TYPES",
     "Setting",
     "applies",
     "check",
@@ -34,23 +34,11 @@ __all__ = [
 
 _PREFIX = "LAZYIO_"
 
-#: What matrices of random weights can be stored as: what can be multiplied by, as it is or packed.
-TRUNK_TYPES = ("BF16", "F8_E4M3", "IQ4_NL", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
-
 # A mode may also be the name of a fetcher, and then has the settings of the first mode that stands for it.
 _MODE_OF_FETCHER = {fetcher: mode for mode, fetcher in reversed(FETCHERS.items())}
 
 # Fetchers whose rows are copied from a map where they are read through the page cache and not kept in a row cache.
 _MAPPED_IF_BUFFERED = ("pread", "uring")
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What values look like as text. `parse` raises ValueError for any other text."""
-
-    accepts: str
-    parse: Callable[[str], Any]
-    write: Callable[[Any], str] = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,138 +64,40 @@ class Setting:
             raise SettingError(f"{source} is {str(value)!r}; it can be {self.form.accepts}") from None
 
 
-def _choice(*words: str) -> Form:
-    def parse(text: str) -> str:
-        return words[words.index(text.lower())]
-
-    return Form(f"{', '.join(words[:-1])} or {words[-1]}", parse)
-
-
-def _switch() -> Form:
-    values = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
-
-    def parse(text: str) -> bool:
-        if text.lower() not in values:
-            raise ValueError
-        return values[text.lower()]
-
-    return Form("on, true, yes or 1; off, false, no or 0", parse, lambda value: "on" if value else "off")
-
-
-def _count(least: int, most: int) -> Form:
-    def parse(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
-            raise ValueError
-        return int(text)
-
-    return Form(f"a whole number from {least} to {most}", parse)
-
-
-def _size(least: int = 0, zero: str = "") -> Form:
-    """Bytes; `zero`, if given, is what 0 means, and then 0 is allowed below `least` too."""
-
-    def parse(text: str) -> int:
-        count = parse_bytes(text)
-        if count < least and not (zero and count == 0):
-            raise ValueError
-        return count
-
-    bounds = f" of at least {format_bytes(least)}" if least else ""
-    accepts = f"a size{bounds} such as 4096, 512MiB or 1.5GiB" + (f"; 0 {zero}" if zero else "")
-    return Form(accepts, parse, lambda count: format_bytes(count) if count else "0")
-
-
-def _cache_size() -> Form:
-    size = _size(least=1 << 20, zero="is none")
-
-    def parse(text: str) -> int | None:
-        return None if text.lower() == "auto" else size.parse(text)
-
-    return Form(f"auto; {size.accepts}", parse, lambda count: "auto" if count is None else size.write(count))
-
-
-def _ubatch() -> Form:
-    count = _count(1, 1 << 20)
-
-    def parse(text: str) -> int | None:
-        return None if text.lower() == "auto" else count.parse(text)
-
-    return Form(f"auto; {count.accepts}", parse, lambda tokens: "auto" if tokens is None else str(tokens))
-
-
-def _trunk() -> Form:
-    def parse(text: str) -> str | None:
-        return None if text.lower() == "auto" else TRUNK_TYPES[TRUNK_TYPES.index(text.upper())]
-
-    return Form(f"auto, {', '.join(TRUNK_TYPES[:-1])} or {TRUNK_TYPES[-1]}", parse, lambda stored: stored or "auto")
-
-
-def _pages() -> Form:
-    count = _count(0, 1 << 24)
-    words = {"off": 0, "auto": None}
-
-    def parse(text: str) -> int | None:
-        return words[text.lower()] if text.lower() in words else count.parse(text)
-
-    names = {value: word for word, value in words.items()}
-    return Form(f"off, which 0 is too; auto; {count.accepts}", parse, lambda pages: names.get(pages, str(pages)))
-
-
-def _block() -> Form:
-    most = 1 << 20
-
-    def parse(text: str) -> int:
-        count = parse_bytes(text)
-        if count and not (512 <= count <= most and count.bit_count() == 1):
-            raise ValueError
-        return count
-
-    return Form("a power of two from 512 to 1MiB; 0 takes the least that each file allows", parse)
-
-
-def _mode() -> Form:
-    def parse(text: str) -> str:
-        if text.lower() in MODES:
-            return text.lower()
-        if text not in available():
-            raise ValueError
-        return text
-
-    return Form(f"{', '.join(MODES)} or the name of a registered fetcher", parse)
-
-
 # Whatever reads the cold rows of a file through the page cache, warm ones are copied out of a map of it.
 _MAPPING = tuple(mode for mode in MODES if mode != "off")
 
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
-        Setting("lazy_mode", _mode(), "auto", "How rows are fetched."),
+        Setting("lazy_mode", forms.mode(), "auto", "How rows are fetched."),
         Setting(
             "direct_io",
-            _choice("auto", "on", "off"),
+            forms.choice("auto", "on", "off"),
             "auto",
             "Whether reads bypass the page cache. auto: yes, unless rows are as large as an OS page.",
             ("auto", "uring", "on-direct"),
         ),
-        Setting("workers", _count(1, 1024), 32, "Reads that a pool makes at the same time.", ("auto", "on-direct")),
+        Setting(
+            "workers", forms.count(1, 1024), 32, "Reads that a pool makes at the same time.", ("auto", "on-direct")
+        ),
         Setting(
             "queue_depth",
-            _count(1, 32768),
+            forms.count(1, 32768),
             4096,
             "Reads that a queue has in flight at the same time.",
             ("auto", "uring"),
         ),
-        Setting("block_bytes", _block(), 0, "Least length of a direct read.", ("auto", "uring", "on-direct")),
+        Setting("block_bytes", forms.block(), 0, "Least length of a direct read.", ("auto", "uring", "on-direct")),
         Setting(
             "budget",
-            _size(least=1 << 20),
+            forms.size(least=1 << 20),
             512 << 20,
             "Memory of our own that a table may take for the blocks it has read, and for rows read ahead.",
         ),
         Setting(
             "row_cache",
-            _cache_size(),
+            forms.cache_size(),
             None,
             "Memory for rows that were read, so that they are not read again. auto: 256MiB where reads bypass the page "
             "cache, else none.",
@@ -215,21 +105,21 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "reserve",
-            _size(),
+            forms.size(),
             2 << 30,
             "Memory that must stay free beside a table which is loaded whole.",
             ("auto", "off"),
         ),
         Setting(
             "mmap_rss",
-            _size(zero="leaves it to the kernel"),
+            forms.size(zero="leaves it to the kernel"),
             0,
             "Mapped pages of a table beyond this are given back.",
             _MAPPING,
         ),
         Setting(
             "mmap_safe",
-            _switch(),
+            forms.switch(),
             False,
             "Copy rows out of the map through the kernel: slower, but then a file that is truncated meanwhile gives an "
             "error instead of killing the process.",
@@ -237,75 +127,78 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "verify",
-            _count(0, 1 << 20),
+            forms.count(0, 1 << 20),
             0,
             "Rows of every gather, chosen at random, that are read once more through the page cache and compared.",
         ),
         Setting(
             "lookahead",
-            _count(0, 64),
+            forms.count(0, 64),
             2,
             "Of the engine: ubatches of a prompt whose rows are read ahead of the one that is computed. 0: each at its "
             "turn.",
         ),
         Setting(
             "ubatch",
-            _ubatch(),
+            forms.ubatch(),
             2048,
             "Of the engine: tokens of a prompt that are computed together. auto: cuts planned from what reading and "
             "computing took when the model was loaded, so that they may vary from run to run.",
         ),
-        Setting("parallel", _count(1, 1024), 1, "Of the engine: requests that are computed at once, the lanes."),
+        Setting("parallel", forms.count(1, 1024), 1, "Of the engine: requests that are computed at once, the lanes."),
         Setting(
             "mixed",
-            _count(1, 1 << 20),
+            forms.count(1, 1 << 20),
             512,
             "Of the engine: tokens of prompts that are computed together where replies of others go on beside them, at "
             "most those of ubatch. Fewer keep replies waiting for less, and prompts for more.",
         ),
         Setting(
             "batch_invariant",
-            _switch(),
+            forms.switch(),
             False,
             "Of the engine: compute each sequence by itself and in blocks of 256 positions, so that no bit depends on "
             "what else is computed. Slow.",
         ),
         Setting(
             "weights",
-            _choice("auto", "packed", "dequantised"),
+            forms.choice("auto", "packed", "dequantised"),
             "auto",
             "Of the engine: whether quantised weights stay packed on the device. auto: yes on a GPU that kernels for "
             "them can run on, no on the CPU.",
         ),
         Setting(
             "trunk",
-            _trunk(),
+            forms.trunk(),
             None,
             "Of the engine: the type of random matrices (load format dummy). auto: values of the model's dtype.",
         ),
         Setting(
             "kv_pages",
-            _pages(),
+            forms.pages(),
             0,
             "Of the engine: pages of 256 positions that all sequences take keys, values and states from, as they need "
             "them. auto: as many as there is memory for. off: room for its whole length for each sequence by itself.",
         ),
         Setting(
             "prefix_reuse",
-            _switch(),
+            forms.switch(),
             True,
             "Of the engine, with kv_pages: keep what ended sequences leave, as long as nobody needs the pages, so that "
             "prompts which begin alike are computed from there on.",
         ),
         Setting(
             "poison_state",
-            _switch(),
+            forms.switch(),
             False,
             "Of the engine, with kv_pages: fill pages with values that are no numbers before they are used, so that a "
             "read of what was never written shows.",
         ),
         Setting(
-            "strict", _switch(), False, "Fail where something that was asked for can't be had, instead of falling back."
+            "strict",
+            forms.switch(),
+            False,
+            "Fail where something that was asked for can't be had, instead of falling back.",
         ),
     )
 }

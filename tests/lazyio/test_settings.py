@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lazyio import settings
+from lazyio import forms
 from lazyio.errors import SettingError
 from lazyio.fetchers import FetcherOptions
 from lazyio.modes import MODES
@@ -118,7 +118,7 @@ def test_an_unknown_setting_is_named_with_those_there_are() -> None:
 
 
 def test_fetchers_of_third_parties_are_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "available", lambda: {"theirs": "their.package:Theirs"})
+    monkeypatch.setattr(forms, "available", lambda: {"theirs": "their.package:Theirs"})
     assert resolve("lazy_mode", "theirs") == "theirs"
     assert all(applies(name, "theirs") for name in SETTINGS)
 

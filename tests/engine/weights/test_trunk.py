@@ -18,9 +18,9 @@ from lazyio.engine.weights import trunk as trunk_module
 from lazyio.engine.weights.load import load_model, open_source, outline
 from lazyio.engine.weights.trunk import Trunk, plan_dummy, plan_trunk
 from lazyio.errors import ModelError, SettingError, Unsupported
+from lazyio.forms import TRUNK_TYPES
 from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, random, reference_dequantise
 from lazyio.ple.gguf import open_gguf
-from lazyio.settings import TRUNK_TYPES
 from lazyio.units import format_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
