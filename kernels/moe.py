@@ -116,9 +116,9 @@ def moe(
     expert, which is not checked; weights float32 [tokens, slots]; gate_up [experts, 2 * width, hidden] and down
     [experts, hidden, width] of x's dtype, or packed, contiguous. The result is float32 [tokens, hidden].
     `launch` is how bodies are launched, and by default follows from how many tokens and experts there are.
-    Products are summed in float32; for more than FEW tokens, packed weights are rounded to x's dtype first. What goes
-    into the last projection, times the weight, is rounded to x's dtype, and for more than FEW tokens so is what comes
-    out of it. Source of the formula: engine/layers/moe.py.
+    Products are summed in float32. Values of packed weights are rounded to x's dtype before, unless an expert has so few
+    rows that codes are multiplied as they are. What goes into the last projection, times the weight, is rounded to x's
+    dtype, and for more than FEW tokens so is what comes out of it. Source of the formula: engine/layers/moe.py.
     Raises Unsupported where Triton is missing, and for what `supports` does not have.
     """
     _check(x, chosen, weights, gate_up, down)
@@ -219,7 +219,7 @@ def _by_tile(
         **sizes,
         ROWS=launch.rows,
         **_constants(config, gate_up, launch.rows),
-        num_stages=_stages(config, 2 * config.part + launch.rows, x),
+        num_stages=_stages(config, gate_up, 2 * config.part, launch.rows, x),
     )
     config = _config(launch.down, down)
     bodies_of = _code_bodies() if _by_codes(down, launch.rows) else _bodies()
@@ -229,7 +229,7 @@ def _by_tile(
         WIDTH=width,
         ROWS=launch.rows,
         **_constants(config, down, launch.rows),
-        num_stages=_stages(config, config.part + launch.rows, x),
+        num_stages=_stages(config, down, config.part, launch.rows, x),
     )
     _bodies().combine[(len(x), -(-hidden // _SUMMED))](parts, out, HIDDEN=hidden, SLOTS=slots, PART=_SUMMED)
 
@@ -281,13 +281,14 @@ def _constants(config: Config, weight: Weight, rows: int) -> dict[str, Any]:
     }
 
 
-def _stages(config: Config, rows: int, x: torch.Tensor) -> int:
+def _stages(config: Config, weight: Weight, outputs: int, rows: int, x: torch.Tensor) -> int:
     """Steps that are loaded ahead of their product: as many as this GPU has memory for."""
     if x.device.type != "cuda":
         return 1
     properties: Any = torch.cuda.get_device_properties(x.device)
     has: int = properties.shared_memory_per_block_optin
-    return max(1, min(config.stages, has // (rows * config.step * x.element_size())))
+    of_outputs = outputs * _planes(weight)[0].nbytes / math.prod(weight.shape)
+    return max(1, min(config.stages, int(has / (config.step * (of_outputs + rows * x.element_size())))))
 
 
 def _planes(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

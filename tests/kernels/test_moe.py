@@ -10,7 +10,7 @@ from lazyio.errors import Unsupported
 from lazyio.kernels import contract, moe
 from lazyio.kernels.moe import reference, sorted_by_expert, supports
 from lazyio.kernels.moe_cases import Arguments
-from lazyio.kernels.packed import PackedWeight, empty
+from lazyio.kernels.packed import PackedWeight, empty, random
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows in the interpreter
 
@@ -76,15 +76,20 @@ def test_few_and_many_tokens_are_the_same_but_for_rounding(device: torch.device,
     assert contract.error_of([run(given)], [one_by_one], 1e-5) <= 1e-5
 
 
-def test_a_token_is_the_same_whatever_few_others_there_are(device: torch.device):
-    given = of(4, device)
+@pytest.mark.parametrize("stored", [None, ("Q4_0", "Q8_0")], ids=str)
+def test_a_token_is_the_same_whatever_few_others_there_are(stored: tuple[str, str] | None, device: torch.device):
+    given = of(4, device, stored=stored, slots=2, sizes=(5, 64, 32))
     alone = [run(some_of(given, slice(token, token + 1))) for token in range(4)]
     assert torch.equal(run(given), torch.cat(alone))
 
 
-def test_a_token_is_the_same_whatever_others_there_are_in_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    given = of(30, device)
-    by_tiles(monkeypatch, 16)
+@pytest.mark.parametrize("stored", [None, ("Q4_0", "Q8_0")], ids=str)
+@pytest.mark.parametrize("rows", [16, 32])
+def test_a_token_is_the_same_whatever_others_there_are_in_tiles(
+    rows: int, stored: tuple[str, str] | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    given = of(30, device, stored=stored, slots=2, sizes=(5, 64, 32))
+    by_tiles(monkeypatch, rows)
     whole = run(given)
     parts = [run(some_of(given, part)) for part in (slice(0, 1), slice(1, 12), slice(12, 30))]
     assert torch.equal(whole, torch.cat(parts))
@@ -120,6 +125,16 @@ def test_float16_does_not_end_before_the_weight_of_an_expert_is_applied(device: 
         assert inner / 10 < torch.finfo(torch.float16).max < inner
         expected = torch.full_like(given.x, inner * given.down.shape[2] / 64, dtype=torch.float32)
         torch.testing.assert_close(run(given), expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_neighbours_that_share_no_scale(tokens: int, device: torch.device):
+    """Codes of such blocks can't be multiplied as they are, 32 at a time."""
+    given, made = of(tokens, device, sizes=(5, 64, 32)), torch.Generator(device).manual_seed(0)
+    shapes = (given.gate_up.shape, given.down.shape)
+    gate_up, down = (random("F8_E4M3", shape, device, made, 0.1, (24, 20)) for shape in shapes)
+    given = replace(given, gate_up=gate_up, down=down)
+    assert contract.error_of([run(given)], given.results(reference), 1e-5) <= 1e-5
 
 
 def test_no_tokens(device: torch.device):
