@@ -116,7 +116,7 @@ def moe(
     expert, which is not checked; weights float32 [tokens, slots]; gate_up [experts, 2 * width, hidden] and down
     [experts, hidden, width] of x's dtype, or packed, contiguous. The result is float32 [tokens, hidden].
     `launch` is how bodies are launched, and by default follows from how many tokens and experts there are.
-    Products are summed in float32. Values of packed weights are rounded to x's dtype before, unless an expert has so few
+    Products are summed in float32. Values of packed weights are rounded to x's dtype before, unless experts have so few
     rows that codes are multiplied as they are. What goes into the last projection, times the weight, is rounded to x's
     dtype, and for more than FEW tokens so is what comes out of it. Source of the formula: engine/layers/moe.py.
     Raises Unsupported where Triton is missing, and for what `supports` does not have.
@@ -177,7 +177,7 @@ def _by_pair(
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
     config = _config(launch.gate_up, gate_up)
     if _by_codes(gate_up, launch.rows):
-        body, more = _code_bodies().gate_up_rows, {"num_stages": config.stages}
+        body, more = _code_bodies().gate_up_rows, {"num_stages": _stages(config, gate_up, 2 * config.part, 8, x)}
     else:
         body, more = _bodies().gate_up_rows, {"STAGES": config.stages, "UNROLL": config.unroll}
     body[(-(-width // config.part), chosen.numel())](
@@ -185,7 +185,7 @@ def _by_pair(
     )
     config = _config(launch.down, down)
     if _by_codes(down, launch.rows):
-        body, more = _code_bodies().down_rows, {"num_stages": config.stages}
+        body, more = _code_bodies().down_rows, {"num_stages": _stages(config, down, 2 * config.part, 8, x)}
     else:
         body, more = _bodies().down_rows, {"STAGES": config.stages, "UNROLL": config.unroll}
     body[(-(-hidden // config.part), len(x))](
