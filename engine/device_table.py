@@ -69,11 +69,11 @@ class DeviceTable:
         asked = _copy(ids)
         return DeviceRows(self, asked, lambda: self.table.gather_unique(asked), self._ahead)
 
-    def prefetch(self, ids: Any) -> DeviceRows:
+    def prefetch(self, ids: Any, *, patient: bool = False) -> DeviceRows:
         """Rows that a thread of the table reads, one ubatch after the other. Raises as `LazyTable.prefetch` does."""
         asked = _copy(ids)
-        ticket = self.table.prefetch(asked)
-        return DeviceRows(self, asked, ticket.result, self._ahead, ticket.done, ticket.cancel)
+        ticket = self.table.prefetch(asked, patient=patient)
+        return DeviceRows(self, asked, ticket.result, self._ahead, ticket.done, ticket.cancel, ticket.hurry)
 
     def start(self, ids: Any) -> DeviceRows:
         """Rows of a decode step, whose reads begin now, in this thread. Raises as `LazyTable.start` does."""
@@ -109,9 +109,9 @@ class DeviceTable:
 class DeviceRows:
     """Rows on their way to the device. Made by `DeviceTable`.
 
-    `ids` are those asked for. `exposed_s` is how long `values` and `send` waited for rows that had not been read.
-    `stall_events` are two CUDA events around what the current stream had to wait for the rows, None unless the table
-    is `timed`: their `elapsed_time` is how long the device stood still.
+    `ids` are those asked for, `hurry` is that of a ticket. `exposed_s` is how long `values` and `send` waited for rows
+    that had not been read. `stall_events` are two CUDA events around what the current stream had to wait for the rows,
+    None unless the table is `timed`: their `elapsed_time` is how long the device stood still.
     """
 
     def __init__(
@@ -122,8 +122,9 @@ class DeviceRows:
         transfer: Transfer | None,
         done: Callable[[], bool] = lambda: False,
         cancel: Callable[[], None] = lambda: None,
+        hurry: Callable[[], None] = lambda: None,
     ) -> None:
-        self._table, self.ids, self._transfer = table, ids, transfer
+        self._table, self.ids, self._transfer, self.hurry = table, ids, transfer, hurry
         self._take, self._done, self._cancel = take, done, cancel
         self._sent: Sent | None = None
         self.exposed_s = 0.0

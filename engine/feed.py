@@ -53,14 +53,14 @@ class Feed:
         """
         return TokenRows(self._rows.start(self._joined(sequences)))
 
-    def ahead(self, sequences: Sequence[tuple[Tokens, Tokens | None]]) -> TokenRows:
+    def ahead(self, sequences: Sequence[tuple[Tokens, Tokens | None]], *, patient: bool = False) -> TokenRows:
         """The rows of chunks of several prompts, one after the other, given as for `step`; each distinct row once.
 
-        A thread of the table reads them, or, without lookahead, they are read when they are asked for. Raises what
-        `LazyTable.prefetch` raises, RowIndexError for wrong tokens.
+        A thread of the table reads them, `patient` ones when there is nothing else to read, or, without lookahead, they
+        are read when they are asked for. Raises what `LazyTable.prefetch` raises, RowIndexError for wrong tokens.
         """
-        ask = self._rows.prefetch if self.lookahead else self._rows.later
-        return TokenRows(ask(self._joined(sequences)))
+        ids = self._joined(sequences)
+        return TokenRows(self._rows.prefetch(ids, patient=patient) if self.lookahead else self._rows.later(ids))
 
     def again(self, rows: TokenRows, some: slice) -> TokenRows:
         """The rows of some of the tokens that `rows` was asked for, read when their values are asked for."""
@@ -121,6 +121,10 @@ class TokenRows:
     def send(self) -> None:
         """See `DeviceRows`."""
         self._rows.send()
+
+    def hurry(self) -> None:
+        """Have them read no later than what is asked for from now on."""
+        self._rows.hurry()
 
     @property
     def exposed_s(self) -> float:

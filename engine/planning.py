@@ -128,6 +128,7 @@ def _parts(feed: Feed, chunks: Sequence[Chunk]) -> list[Part]:
         if request.first is not None:
             there = min(len(request.first) - request.skipped, len(chunk))
             parts.append(Part(request.first, (Move(request.skipped, target, there),)))
+            request.first.hurry()
             request.first, start = None, start + there
         if start < chunk.stop:
             source = moves[-1].source + moves[-1].length if moves else 0

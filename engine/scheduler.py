@@ -162,7 +162,7 @@ class Scheduler:
                 return
             if request.first is None:
                 try:
-                    request.first = self._feed.ahead([(request.prompt[:tokens], None)])
+                    request.first = self._feed.ahead([(request.prompt[:tokens], None)], patient=True)
                 except Exception as error:
                     self._end(request, error)
 

@@ -58,6 +58,10 @@ class Ticket:
             raise self._error
         return self._packed[1], self._inverse
 
+    def hurry(self) -> None:
+        """Have it read with those that are not `patient`, behind the ones that are queued now."""
+        self._prefetcher.hurry(self)
+
     def cancel(self) -> None:
         """Give the rows up. Never waits: a read that is under way is ended by its own thread, and dropped."""
         self._prefetcher.cancel(self)
@@ -92,13 +96,14 @@ class Prefetcher:
         self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None  # the one that may read
         self._queue: deque[weakref.ref[Ticket]] = deque()
+        self._patient: deque[weakref.ref[Ticket]] = deque()  # read when nothing is in the queue
         self._awaited: deque[Ticket] = deque()  # a ticket once for each thread that waits for it
         self._reading: Ticket | None = None
         self._unread: weakref.WeakSet[Ticket] = weakref.WeakSet()
         self._lenders: deque[weakref.ref[Ticket]] = deque(maxlen=_LENDERS)
 
-    def submit(self, ids: Int64, shape: tuple[int, ...]) -> Ticket:
-        """Queue a ticket for `ids` [n], valid and not to be changed by anyone.
+    def submit(self, ids: Int64, shape: tuple[int, ...], *, patient: bool = False) -> Ticket:
+        """Queue a ticket for `ids` [n], valid and not to be changed by anyone. A `patient` one lets all others pass.
 
         Raises TableError after `close`, Unsupported where no thread can be had.
         """
@@ -108,9 +113,17 @@ class Prefetcher:
                 raise TableError("the table is closed")
             if self._thread is None:
                 self._start_thread()
-            self._queue.append(weakref.ref(ticket))
+            (self._patient if patient else self._queue).append(weakref.ref(ticket))
             self._changed.notify_all()
         return ticket
+
+    def hurry(self, ticket: Ticket) -> None:
+        """Put a ticket that was patient with the others, if it still waits to be read."""
+        with as_interrupts(), self._lock:
+            if any(each() is ticket for each in self._patient):
+                self._patient = deque(each for each in self._patient if each() is not ticket)
+                self._queue.append(weakref.ref(ticket))
+                self._changed.notify_all()
 
     def wait_for(self, ticket: Ticket) -> None:
         """Wait until a ticket is finished; its rows are the caller's then."""
@@ -146,6 +159,7 @@ class Prefetcher:
                 if ticket is not self._reading:
                     self._finish(ticket, Cancelled("the table was closed before the rows of this ticket were read"))
             self._queue.clear()
+            self._patient.clear()
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
@@ -163,7 +177,7 @@ class Prefetcher:
 
     def _outstanding(self) -> list[Ticket]:
         """Tickets that are not finished, some of them twice: those in the queues may be, and are dropped later."""
-        queued = [ticket for ticket in (each() for each in self._queue) if ticket is not None]
+        queued = [ticket for ticket in (each() for each in (*self._queue, *self._patient)) if ticket is not None]
         known = [*queued, *self._awaited, *([self._reading] if self._reading else [])]
         return [ticket for ticket in known if ticket._state != "finished"]
 
@@ -219,7 +233,7 @@ class Prefetcher:
                     ticket._state = "reading"
                     self._reading = ticket
                     return ticket
-                if not self._changed.wait(_IDLE_S) and not self._queue and not self._awaited:
+                if not self._changed.wait(_IDLE_S) and not (self._queue or self._patient or self._awaited):
                     break
             self._thread = None
             return None
@@ -233,13 +247,14 @@ class Prefetcher:
         return None
 
     def _first_with_room(self) -> Ticket | None:
-        """The first ticket of the queue that anybody wants, if its rows may be held, were they all distinct."""
-        while self._queue:
-            ticket = self._queue[0]()
-            if ticket is not None and ticket._state == "queued":
-                fits = self._held() + len(ticket._ids) * self._most_bytes_per_id <= self.limit_bytes
-                return self._queue.popleft()() if fits else None
-            self._queue.popleft()
+        """The first ticket that anybody wants, patient ones last, if its rows may be held, were they all distinct."""
+        for queue in (self._queue, self._patient):
+            while queue:
+                ticket = queue[0]()
+                if ticket is not None and ticket._state == "queued":
+                    fits = self._held() + len(ticket._ids) * self._most_bytes_per_id <= self.limit_bytes
+                    return queue.popleft()() if fits else None
+                queue.popleft()
         return None
 
     def _serve(self, ticket: Ticket) -> None:

@@ -169,16 +169,17 @@ class LazyTable:
         self._validate(asked)
         return Started(self._gate, self._rows, np.array(asked, np.int64), self.row_bytes)
 
-    def prefetch(self, ids: Any) -> Ticket:
+    def prefetch(self, ids: Any, *, patient: bool = False) -> Ticket:
         """Have the distinct rows of `ids` read by a thread of the table, and return at once.
 
-        Tickets are read one after the other, any number may be queued; docs/lookahead.md tells how many rows they hold
-        meanwhile. `ids` are as for `gather`, and copied. Raises RowIndexError and TypeError as that does, TableError
-        where the table is closed, Unsupported where no thread can be had; what comes later is raised by `result`.
+        Tickets are read one after the other, a `patient` one when no other is waiting; any number may be queued, and
+        docs/lookahead.md tells how many rows they hold meanwhile. `ids` are as for `gather`, and copied. Raises
+        RowIndexError and TypeError as that does, TableError where the table is closed, Unsupported where no thread can
+        be had; what comes later is raised by `result`.
         """
         asked = _integers(ids)
         self._validate(asked)
-        return self._prefetcher.submit(np.array(asked, np.int64).reshape(-1), asked.shape)
+        return self._prefetcher.submit(np.array(asked, np.int64).reshape(-1), asked.shape, patient=patient)
 
     @contextmanager
     def record(self, path: str | os.PathLike[str]) -> Iterator[None]:

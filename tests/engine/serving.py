@@ -86,7 +86,8 @@ class Memory:
 class Asked:
     """Rows whose only value is their token."""
 
-    def __init__(self, tokens: list[int], log: list[Asked]) -> None:
+    def __init__(self, tokens: list[int], log: list[Asked], *, patient: bool = False) -> None:
+        self.patient = patient
         self.ids = np.array(tokens)[:, None]
         self.exposed_s, self.stall_events = 0.5, None
         self.taken = self.cancelled = False
@@ -98,6 +99,7 @@ class Asked:
     def values(self, out: torch.Tensor | None = None) -> torch.Tensor:
         assert not self.taken
         assert not self.cancelled
+        assert not self.patient, "nobody waits for what has not been hurried"
         self.taken = True
         if UNREADABLE in self.ids:
             raise unreadable()
@@ -109,6 +111,9 @@ class Asked:
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    def hurry(self) -> None:
+        self.patient = False
 
 
 class Rows:
@@ -122,8 +127,8 @@ class Rows:
         self.refusing = False
         self.beginnings: set[int] = set()  # first tokens of prompts
 
-    def ahead(self, sequences: Any) -> Asked:
-        return Asked(self._checked(sequences), self.asked)
+    def ahead(self, sequences: Any, *, patient: bool = False) -> Asked:
+        return Asked(self._checked(sequences), self.asked, patient=patient)
 
     def step(self, sequences: Any) -> Asked:
         if self.refusing:

@@ -88,6 +88,49 @@ def held(double: LazyTable) -> Iterator[Held]:
     held.let_go()
 
 
+# --- turns ----------------------------------------------------------------------------------------------------------
+
+
+def test_patient_tickets_let_others_pass(held: Held, made: MadeTable) -> None:
+    table, order = held.table, list[str]()
+    asked = {name: np.arange(first, first + 50) for first, name in enumerate(["first", "patient", "late", "hurried"])}
+    serve = table._prefetcher._serve
+    tickets: dict[str, Ticket] = {}
+
+    def noted(ticket: Ticket) -> None:
+        order.append(next(name for name in tickets if tickets[name] is ticket))
+        serve(ticket)
+
+    table._prefetcher._serve = noted  # type: ignore[method-assign]
+    for name, patient in (("first", False), ("patient", True), ("hurried", True), ("late", False)):
+        tickets[name] = table.prefetch(asked[name], patient=patient)
+        if name == "first":
+            held.reading()
+    tickets["hurried"].hurry()
+    tickets["first"].hurry()  # has begun: nothing to hurry
+    held.let_go()
+    for name, ticket in tickets.items():
+        until(ticket.done)
+        check_result(ticket, made, asked[name])
+    assert order == ["first", "late", "hurried", "patient"]
+
+
+def test_patient_tickets_are_cancelled_with_the_others(held: Held) -> None:
+    running = held.table.prefetch(np.arange(50))
+    held.reading()
+    patient, cancelled = (held.table.prefetch(np.arange(50, 90), patient=True) for _ in range(2))
+    cancelled.cancel()
+    closing = threading.Thread(target=held.table.close)
+    closing.start()
+    until(patient.done)
+    held.let_go()
+    closing.join()
+    assert len(running.result()[0]) == 50
+    for ticket in (patient, cancelled):
+        with pytest.raises(Cancelled):
+            ticket.result()
+
+
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
