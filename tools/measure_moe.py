@@ -27,7 +27,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.testing import do_bench_cudagraph
 
 from lazyio.engine.layers import moe as layers
-from lazyio.kernels import moe, packed
+from lazyio.kernels import moe, packed, route
 from lazyio.kernels.contract import error_of
 from lazyio.kernels.moe import Config, Launch, Ways, Weight
 
@@ -87,6 +87,8 @@ def main(
                     sweep_launches(stored, work, of)
             else:
                 compare(stored, works, of)
+        if not sweep:
+            compare_choosing(numbers(tokens), of)
 
 
 def numbers(text: str) -> list[int]:
@@ -165,6 +167,25 @@ def of_torch(work: Work) -> Callable[[], list[torch.Tensor]]:
             layers.usable = before
 
     return run
+
+
+def of_ours(logits: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return route.route(logits, slots, normalise=True)
+
+
+def of_topk(logits: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(slots)
+    return weights / weights.sum(-1, keepdim=True), chosen
+
+
+def compare_choosing(counts: list[int], sizes: Sizes) -> None:
+    """How experts are chosen, which no figure above has in it."""
+    table = Table("tokens", "choosing experts, us", "torch, us", box=None)
+    for tokens in counts:
+        logits = torch.randn(tokens, sizes.experts, device="cuda", dtype=torch.bfloat16)
+        times = [microseconds(lambda way=way: [way(logits, sizes.slots)]) for way in (of_ours, of_topk)]
+        table.add_row(f"{tokens:,}", *(f"{time:.1f}" for time in times))
+    console.print(table)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
