@@ -11,6 +11,7 @@ graphs. Results must agree with the reference, or nothing is printed. With --swe
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -183,7 +184,8 @@ def compare_choosing(counts: list[int], sizes: Sizes) -> None:
     table = Table("tokens", "choosing experts, us", "torch, us", box=None)
     for tokens in counts:
         logits = torch.randn(tokens, sizes.experts, device="cuda", dtype=torch.bfloat16)
-        times = [microseconds(lambda way=way: [way(logits, sizes.slots)]) for way in (of_ours, of_topk)]
+        runs_of = [functools.partial(way, logits, sizes.slots) for way in (of_ours, of_topk)]
+        times = [microseconds(lambda run=run: [run()]) for run in runs_of]
         table.add_row(f"{tokens:,}", *(f"{time:.1f}" for time in times))
     console.print(table)
 
