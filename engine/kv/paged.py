@@ -14,7 +14,7 @@ from lazyio.engine.kv.pool import PAGE, Pool
 from lazyio.engine.models.base import Model
 from lazyio.engine.place import check_memory, free_bytes
 from lazyio.engine.state import State
-from lazyio.errors import NeverFits
+from lazyio.errors import NeverFits, NoRoom
 from lazyio.fetchers.base import Int64
 
 #: What kv_pages auto leaves free for what is computed.
@@ -69,6 +69,7 @@ class Paged:
         self.ledger = Ledger(Pool(pages + 1), layout.run_pages, streams=streams, memory=memory)
         self.buffer = Buffer(layout, pages + 1, model.device, poison=poison)
         self._reuse = reuse
+        self._refused: tuple[Int64, int] | None = None  # who waits until one of the next two changes something
 
     def fits_ever(self, tokens: int) -> None:
         """See `Ledger`."""
@@ -79,9 +80,15 @@ class Paged:
 
         Raises NoRoom and NeverFits as `Ledger.seat` does.
         """
+        if self._refused is not None and self._refused[0] is prompt and self._refused[1] == max_tokens:
+            raise NoRoom(f"a prompt of {len(prompt)} tokens found no room, and nothing has been given back since")
         last = len(prompt) - 1  # is computed whatever is known
         match = None if self._reuse is None else self.ledger.prefixes.match(prompt, last)
-        claim = self.ledger.seat(len(prompt), max_tokens, match)
+        try:
+            claim = self.ledger.seat(len(prompt), max_tokens, match)
+        except NoRoom:
+            self._refused = prompt, max_tokens
+            raise
         found = claim.prefix
         owned = claim.table.pages[len(found.pages) :]
         state = self.buffer.open(claim.table, claim.runs, owned, found.tokens)
@@ -99,6 +106,7 @@ class Paged:
         """See `Admission`: keep what is there for others."""
         assert isinstance(seat, PagedSeat)
         assert len(tokens) == seat.state.tokens, "a mark is where the state stands"
+        self._refused = None
         run = self.ledger.mark(seat.claim, tokens)
         if run is not None:
             self.buffer.copy(seat.claim.runs, run)
@@ -106,6 +114,7 @@ class Paged:
     def release(self, seat: Seat, tokens: Sequence[int] | None = None) -> None:
         """See `Admission`."""
         assert isinstance(seat, PagedSeat)
+        self._refused = None
         is_kept = tokens is not None and self._reuse is not None and self._reuse.ends
         self.ledger.release(seat.claim, tokens[: seat.state.tokens] if is_kept and tokens else None)
 

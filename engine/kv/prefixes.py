@@ -14,6 +14,9 @@ from lazyio.engine.kv.pool import PAGE, Pages, Pool
 
 Tokens = npt.NDArray[np.int64]
 
+# What stands behind the last token of a page that is not full. It is no token.
+_NOTHING = np.iinfo(np.int64).min
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -41,10 +44,27 @@ class _Node:
     snapshots: dict[int, Pages] = field(default_factory=dict)
     whole: dict[bytes, _Node] = field(default_factory=dict)  # those with all tokens of a page, by their bytes
     part: list[_Node] = field(default_factory=list)
+    below: tuple[list[_Node], Tokens] | None = None  # all of these, and their tokens: [children, PAGE]
 
     def children(self) -> Iterator[_Node]:
         yield from self.whole.values()
         yield from self.part
+
+    def nearest(self, tokens: Tokens) -> tuple[int, _Node]:
+        """The child that begins with the most of up to a page of tokens, and how many; this node and 0 for none."""
+        if self.below is None:
+            nodes = list(self.children())
+            rows = np.full((len(nodes), PAGE), _NOTHING, np.int64)
+            for row, node in zip(rows, nodes, strict=True):
+                row[: len(node.tokens)] = node.tokens
+            self.below = nodes, rows
+        nodes, rows = self.below
+        if not nodes:
+            return 0, self
+        equal = rows[:, : len(tokens)] == tokens
+        counts = np.where(equal.all(1), len(tokens), equal.argmin(1))
+        best = int(counts.argmax())
+        return int(counts[best]), nodes[best] if counts[best] else self
 
 
 class Prefixes:
@@ -136,11 +156,7 @@ class Prefixes:
             chunk = tokens[start : start + PAGE]
             found = node.whole.get(chunk.tobytes())
             if found is None:
-                equal, best = max(
-                    ((_common(child.tokens, chunk), child) for child in node.children()),
-                    key=lambda pair: pair[0],
-                    default=(0, node),
-                )
+                equal, best = node.nearest(chunk)
                 return ([*path, best], start + equal) if equal else (path, start)
             path.append(found)
             node = found
@@ -160,13 +176,14 @@ class Prefixes:
         if found is not None:
             return found
         if len(tokens) < PAGE:
-            longer = next((each for each in node.children() if _common(each.tokens, tokens) == len(tokens)), None)
-            if longer is not None:
+            equal, longer = node.nearest(tokens)
+            if equal == len(tokens):
                 return longer
         self._pool.share([page])
         self._mine[page] = True
         new = _Node(tokens.copy(), page, node)
-        for shorter in [each for each in node.part if _common(each.tokens, tokens) == len(each.tokens)]:
+        node.below = None
+        for shorter in [each for each in node.part if np.array_equal(each.tokens, tokens[: len(each.tokens)])]:
             # The new page has all that the shorter one has.
             new.snapshots |= shorter.snapshots
             node.part.remove(shorter)
@@ -181,6 +198,7 @@ class Prefixes:
         """Take the end of a branch out of the tree; its parent."""
         parent = node.parent
         assert parent is not None
+        parent.below = None
         for run in node.snapshots.values():
             self._let_go(run)
         self._let_go([node.page])
@@ -210,10 +228,3 @@ class Prefixes:
 
     def _idle(self, run: Pages) -> bool:
         return self._pool.holders(int(run[0])) == 1
-
-
-def _common(a: Tokens, b: Tokens) -> int:
-    """How many tokens both begin with."""
-    shorter = min(len(a), len(b))
-    differing = np.flatnonzero(a[:shorter] != b[:shorter])
-    return int(differing[0]) if len(differing) else shorter

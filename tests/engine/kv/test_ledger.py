@@ -175,10 +175,11 @@ class Serving(RuleBasedStateMachine):
     def begin(self, pages: int, run_pages: int) -> None:
         self.ledger = Ledger(Pool(pages + 1), run_pages, streams=2, memory=Memory(1 << 30, 0, 0, 1 << 16))
         self.lanes: list[tuple[Seat, list[int]]] = []
+        self.memory: dict[int, list[int]] = {}  # what lies in each page: tokens, or all those that a state stands for
 
-    @rule(first=st.integers(0, 2), prompt=st.integers(1, 900), reply=st.integers(1, 300), is_resumed=st.booleans())
-    def seat(self, first: int, prompt: int, reply: int, is_resumed: bool) -> None:
-        tokens = [first, *TEXT[: prompt - 1]]
+    @rule(parts=st.integers(0, 600), prompt=st.integers(1, 900), reply=st.integers(1, 300), is_resumed=st.booleans())
+    def seat(self, parts: int, prompt: int, reply: int, is_resumed: bool) -> None:
+        tokens = [*TEXT[:parts], -parts, *TEXT[parts:]][:prompt]
         match = self.ledger.prefixes.match(tokens, prompt - 1) if is_resumed else None
         before = self.ledger.pool.used
         try:
@@ -193,7 +194,27 @@ class Serving(RuleBasedStateMachine):
         assert len(seat.table.pages) == -(-(prompt + reply + 1) // PAGE)
         assert seat.prefix.tokens < prompt
         self.lanes.append((seat, tokens))
+        self.resume(seat, tokens)
+        self.compute(seat, tokens)
+
+    def resume(self, seat: Seat, tokens: list[int]) -> None:
+        """What is resumed is what the tokens before it left, wherever they were computed."""
+        found, owned = seat.prefix, seat.table.pages[len(seat.prefix.pages) :]
+        known = [token for page in found.pages for token in self.memory[page]]
+        if found.partial is not None:
+            known += self.memory[found.partial][: found.tokens % PAGE]
+            self.memory[int(owned[0])] = known[len(found.pages) * PAGE :]
+        assert known == tokens[: found.tokens]
+        if self.ledger.run_pages and found.tokens:
+            assert found.run is not None
+            assert self.memory[int(found.run[0])] == known
         self.ledger.resumed(seat)
+
+    def compute(self, seat: Seat, tokens: list[int]) -> None:
+        for start in range(seat.prefix.tokens // PAGE * PAGE, len(tokens), PAGE):
+            self.memory[int(seat.table.pages[start // PAGE])] = tokens[start : start + PAGE]
+        if len(seat.runs):
+            self.memory[int(seat.runs[0])] = tokens
 
     @precondition(lambda self: self.lanes)
     @rule(which=st.integers(0, 9), pages=st.integers(1, 3))
@@ -201,7 +222,9 @@ class Serving(RuleBasedStateMachine):
         seat, tokens = self.lanes[which % len(self.lanes)]
         if len(tokens) >= pages * PAGE:
             free = self.ledger.free
-            self.ledger.mark(seat, tokens[: pages * PAGE])
+            run = self.ledger.mark(seat, tokens[: pages * PAGE])
+            if run is not None:
+                self.memory[int(run[0])] = tokens[: pages * PAGE]
             assert self.ledger.free == free
 
     @precondition(lambda self: self.lanes)

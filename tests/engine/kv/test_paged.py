@@ -225,6 +225,29 @@ def test_more_lanes_than_windows_would_have_room_for(
         assert torch.equal(found[number], fresh(both, prompt, []))
 
 
+def test_who_found_no_room_is_not_tried_again_before_that_can_change(
+    pair: Callable[[str], Any], pool: Callable[..., Paged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, tried = pool(pair("qwen3_5").model, pages=4), 0
+    seats = made.ledger.seat
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        return seats(*arguments)
+
+    monkeypatch.setattr(made.ledger, "seat", counted)
+    first, waiting = made.seat(array([1] * 300), 1), array([2] * 300)
+    for _ in range(3):
+        with pytest.raises(NoRoom):
+            made.seat(waiting, 1)
+    with pytest.raises(NoRoom):
+        made.seat(array([2] * 300), 1)
+    assert tried == 3
+    made.release(first)
+    made.release(made.seat(waiting, 1))
+
+
 def test_windows_of_keys_hold_no_more_than_their_window(pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
     both = pair("gemma4")
     window = both.reference.config.sliding_window
