@@ -37,6 +37,9 @@ def bench_engine(
     streams: Annotated[
         str, typer.Option(help="Replies that go on at once, numbers separated by commas; empty for one sequence.")
     ] = "",
+    queued: Annotated[
+        str, typer.Option(help="Requests that wait behind one, numbers separated by commas; empty measures none.")
+    ] = "",
     kv_pages: Annotated[
         str,
         typer.Option(help="Of streams: pages for all together, numbers, auto or off, separated by commas."),
@@ -95,6 +98,7 @@ def bench_engine(
         decode=decode,
         streams=streams,
         kv_pages=kv_pages,
+        queued=queued,
         context=context,
         modes=modes,
         lookahead=lookahead,

@@ -15,6 +15,7 @@ from rich.text import Text
 from lazyio.bench.figures import ratio, short
 from lazyio.engine.bench.decoding import DecodeOutcome, Steps
 from lazyio.engine.bench.prompts import PromptOutcome, Timed
+from lazyio.engine.bench.queueing import QueueOutcome, QueueRun
 from lazyio.engine.bench.streams import StreamsOutcome, StreamsRun
 from lazyio.engine.bench.ways import Way
 
@@ -28,6 +29,7 @@ class EngineOutcome:
     prompts: list[PromptOutcome]
     decode: DecodeOutcome | None = None
     streams: StreamsOutcome | None = None
+    queue: QueueOutcome | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The form that is written to a file."""
@@ -36,12 +38,15 @@ class EngineOutcome:
             "prompts": [asdict(outcome) for outcome in self.prompts],
             "decode": None if self.decode is None else asdict(self.decode) | {"raw_p50_us": self.decode.raw_p50_us},
             "streams": None if self.streams is None else asdict(self.streams),
+            "queue": None if self.queue is None else asdict(self.queue),
         }
 
 
 def show_latest(outcome: EngineOutcome, console: Console) -> None:
     """Print what was measured last."""
-    if outcome.streams is not None:
+    if outcome.queue is not None:
+        console.print(_queue_table(outcome.queue))
+    elif outcome.streams is not None:
         console.print(_streams_table(outcome.streams))
     elif outcome.decode is not None:
         console.print(_decode_table(outcome.decode))
@@ -116,6 +121,27 @@ def _streams_table(outcome: StreamsOutcome) -> Table:
     return table
 
 
+def _queue_table(outcome: QueueOutcome) -> Table:
+    each = f"prompts of {outcome.context:,} tokens, replies of {outcome.steps + 1:,}"
+    table = _table(f"one lane, {each}, cold, no row cache: median [lowest, highest]", "queued, mode +lookahead")
+    columns: dict[str, Callable[[list[QueueRun]], str]] = {
+        "first in the\nqueue, s": lambda runs: _middle([run.queued_s[0] for run in runs]),
+        "the queued waited\nfor rows, ms each": lambda runs: _middle(_milliseconds(runs)),
+        "at most,\nms": lambda runs: _middle([1e3 * max(run.waited_s) for run in runs]),
+        "who had no queue\nwaited, ms": lambda runs: _middle([1e3 * run.first_waited_s for run in runs]),
+    }
+    for name in columns:
+        table.add_column(name, justify="right")
+    for arm, again in [*((arm, False) for arm in outcome.arms), (outcome.arms[0], True)]:
+        label = f"{arm[0]}, {arm[1].label}{' (again)' if again else ''}"
+        table.add_row(label, *(Text(cell(outcome.of(arm, again=again))) for cell in columns.values()))
+    return table
+
+
+def _milliseconds(runs: Sequence[QueueRun]) -> list[float]:
+    return [1e3 * statistics.fmean(run.waited_s) for run in runs]
+
+
 def _turns(ways: Sequence[Way]) -> list[tuple[Way, bool]]:
     """All ways, and the first one's second run."""
     return [*((way, False) for way in ways), (ways[0], True)]
@@ -180,6 +206,8 @@ def _method(outcome: EngineOutcome) -> list[str]:
 def _fallbacks(outcome: EngineOutcome) -> list[str]:
     rounds = [turns for prompt in outcome.prompts for turns in prompt.rounds]
     backends = {(timed.way.mode, timed.run.backend) for turns in rounds for timed in turns}
+    if outcome.queue is not None:
+        backends |= {(run.way.mode, run.backend) for turns in outcome.queue.rounds for run in turns}
     if outcome.streams is not None:
         backends |= {(run.arm.way.mode, run.backend) for turns in outcome.streams.rounds for run in turns}
     if outcome.decode is not None:

@@ -19,9 +19,10 @@ from lazyio.bench.watch import Watch
 from lazyio.bench.workload import load_ids
 from lazyio.engine.bench.decoding import measure_decode
 from lazyio.engine.bench.prompts import PromptBench
+from lazyio.engine.bench.queueing import QueueOutcome, measure_queue
 from lazyio.engine.bench.report import EngineOutcome
 from lazyio.engine.bench.rig import Rig
-from lazyio.engine.bench.streams import StreamsOutcome, arms_of, measure_streams
+from lazyio.engine.bench.streams import StreamsOutcome, arms_of, counts_of, measure_streams
 from lazyio.engine.bench.ways import Way, ways_of
 from lazyio.engine.llm import LLM
 from lazyio.engine.place import check_state
@@ -42,6 +43,7 @@ class EngineRequest:
     decode: int
     streams: str
     kv_pages: str
+    queued: str
     context: int
     modes: str
     lookahead: str
@@ -56,6 +58,8 @@ class EngineRequest:
         words = [word.strip() for word in self.prompts.split(",") if word.strip()]
         if not all(word.isascii() and word.isdecimal() and int(word) for word in words):
             raise SettingError(f"--prompts is {self.prompts!r}; it can be numbers of tokens separated by commas")
+        if self.queued and not self.decode:
+            raise SettingError("--queued needs replies to wait for, and --decode is 0: give a number of steps")
         if not words and not self.decode:
             raise SettingError("there is nothing to measure: give --prompts or --decode")
         if self.kv_pages and not self.streams:
@@ -73,12 +77,13 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
     """
     lengths, ways = request.lengths(), ways_of(request.modes, request.lookahead)
     modes = [Way(mode, 0) for mode in dict.fromkeys(way.mode for way in ways)]
-    together = _streams(request, modes)
+    together, queue = _streams(request, modes), _queue(request, ways)
+    of_a_stream, of_streams = together.most_tokens
     decode = request.context + request.decode if request.decode else 0
-    of_a_stream, of_all = together.most_tokens
-    most = max([*lengths, decode, of_a_stream])
+    most = max([*lengths, decode, of_a_stream, queue.tokens_each if queue.arms else 0])
     # Before anything is opened, and minutes of loading.
-    tokens, source = tokens_of(request.ids, max(most, of_all), _vocab_of(request, most), request.seed)
+    text = max(most, of_streams, queue.most_tokens)
+    tokens, source = tokens_of(request.ids, text, _vocab_of(request, most), request.seed)
     with LLM(request.path, **request.model) as llm, ExitStack() as stack:
         assert llm.table is not None
         assert llm.feed is not None
@@ -101,17 +106,28 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
             if together.arms:
                 outcome.streams = measure_streams(rig, together, tokens, request.rounds, watch)
                 yield outcome
-            elif request.decode:
+            if queue.arms:
+                outcome.queue = measure_queue(rig, queue, tokens, request.rounds, watch)
+                yield outcome
+            if request.decode and not (together.arms or queue.arms):
                 taken = tokens[: request.context + request.decode]
                 outcome.decode = measure_decode(rig, modes, taken, request.context, request.rounds, request.seed, watch)
                 yield outcome
 
 
 def _streams(request: EngineRequest, modes: list[Way]) -> StreamsOutcome:
-    ubatch = settings.resolve("ubatch", request.model["ubatch"]) or settings.SETTINGS["ubatch"].default
-    limits = Limits(ubatch, min(ubatch, settings.resolve("mixed")))
     arms = arms_of(request.streams, modes, request.kv_pages)
-    return StreamsOutcome(arms, request.context, request.decode, limits)
+    return StreamsOutcome(arms, request.context, request.decode, _limits(request))
+
+
+def _queue(request: EngineRequest, ways: list[Way]) -> QueueOutcome:
+    arms = [(queued, way) for queued in counts_of("--queued", request.queued) for way in ways]
+    return QueueOutcome(arms, request.context, request.decode, _limits(request))
+
+
+def _limits(request: EngineRequest) -> Limits:
+    ubatch = settings.resolve("ubatch", request.model["ubatch"]) or settings.SETTINGS["ubatch"].default
+    return Limits(ubatch, min(ubatch, settings.resolve("mixed")))
 
 
 def _vocab_of(request: EngineRequest, tokens: int) -> int:

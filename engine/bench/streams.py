@@ -117,11 +117,16 @@ class StreamsOutcome:
 
 def arms_of(streams: str, ways: Sequence[Way], kv_pages: str) -> list[Arm]:
     """All of them, by numbers of streams and of pages, separated by commas. Raises SettingError for other text."""
-    counts = [settings.resolve("parallel", word) for word in _words("--streams", streams)]
+    counts = counts_of("--streams", streams)
     pages = _words("--kv-pages", kv_pages) or ["off"]
     for word in pages:
         settings.resolve("kv_pages", word)
     return [Arm(count, way, kv) for count in counts for way in ways for kv in pages]
+
+
+def counts_of(name: str, text: str) -> list[int]:
+    """Numbers of requests, separated by commas. Raises SettingError for other text."""
+    return [settings.resolve("parallel", word) for word in _words(name, text)]
 
 
 def _words(name: str, text: str) -> list[str]:
@@ -155,18 +160,19 @@ def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, 
     make_cold(rig.spec)
     without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
     with rig.feed(way, without_cache, timed=True) as feed:
-        samplers, requests = _requests(rig, outcome, feed, tokens, streams)
+        each, context = outcome.tokens_each(streams), outcome.context
+        samplers, requests = requests_of(rig, outcome.limits, feed, tokens, streams, each, context)
         scheduler = Scheduler(Forward(rig.model), feed, admission, outcome.limits, streams)
         with closing(scheduler):
             for request in requests:
                 scheduler.add(request)
             while not all(request.replies for request in requests):
-                _step(scheduler, requests)
+                step(scheduler, requests)
             if scheduler.counts.most_lanes < streams:
                 raise NeverFits(f"{streams} streams have no room at once with kv_pages {arm.kv_pages}: give more pages")
             before, stats = replace(scheduler.counts), feed.table.stats()
             for _ in range(outcome.steps):
-                _step(scheduler, requests)
+                step(scheduler, requests)
             stats, counts = feed.table.stats() - stats, scheduler.counts
             rows_s, host_s = counts.rows_s - before.rows_s, counts.host_s - before.host_s
             account = requests[0].meter.account(outcome.steps)
@@ -178,22 +184,22 @@ def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, 
     return StreamsRun(arm, again, steps_s, waits_s, rows_s, host_s, stats, backend, chosen, peak)
 
 
-def _requests(
-    rig: Rig, outcome: StreamsOutcome, feed: Feed, tokens: Sequence[int], streams: int
+def requests_of(
+    rig: Rig, limits: Limits, feed: Feed, tokens: Sequence[int], count: int, each: int, context: int
 ) -> tuple[list[Following], list[Request]]:
+    """So many requests, each for `each` tokens of the text, of which `context` are the prompt; and what chooses."""
     samplers, requests = [], []
-    each = outcome.tokens_each(streams)
-    for start in range(0, streams * each, each):
+    for start in range(0, count * each, each):
         text = tokens[start : start + each]
-        prompt, reply = text[: outcome.context], text[outcome.context :]
-        plan = Plan(prompt, fixed_cuts(len(prompt), outcome.limits.ubatch), len(reply), (), ())
+        prompt, reply = text[:context], text[context:]
+        plan = Plan(prompt, fixed_cuts(len(prompt), limits.ubatch), len(reply), (), ())
         meter = Meter(len(prompt), feed.table, on_cuda=rig.model.device.type == "cuda")
         samplers.append(Following(reply, rig.model.vocab))
         requests.append(Request(plan, samplers[-1], Writing(plan, None), meter))
     return samplers, requests
 
 
-def _step(scheduler: Scheduler, requests: Sequence[Request]) -> None:
+def step(scheduler: Scheduler, requests: Sequence[Request]) -> None:
     """Compute a ubatch. Raises what one of the requests fails with."""
     scheduler.step()
     for request in requests:

@@ -196,9 +196,29 @@ def test_streams(folder: Path, tmp_path: Path) -> None:
     assert len({turn["chosen"] for turn in turns}) == 2
 
 
+def test_queues(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run(
+        *(folder, "--prompts", "", "--queued", "2,3", "--modes", "uring", "--lookahead", "0,2"),
+        *("--json", out, *FEW),
+    )
+    assert result.exit_code == 0, result.output
+    assert "one lane, prompts of 5 tokens, replies of 4, cold" in result.output
+    (turns,) = json.loads(out.read_text())["queue"]["rounds"]
+    runs = [(turn["queued"], *turn["way"].values()) for turn in turns]
+    ways = [("off", 2), ("uring", 0), ("uring", 2)]
+    assert runs == [*((queued, *way) for queued in (2, 3) for way in ways), (2, "off", 2)]
+    for turn in turns:
+        assert len(turn["queued_s"]) == len(turn["waited_s"]) == turn["queued"]
+        assert turn["queued_s"] == sorted(turn["queued_s"])
+        assert turn["stats"]["rows"] == (turn["queued"] + 1) * (5 + 3) * 8
+    assert len({turn["chosen"] for turn in turns}) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--queued", "2", "--prompts", "8", "--decode", "0"], "--queued needs replies"),
         (["--streams", "0"], "whole number from 1 to 1024"),
         (["--streams", "2,2"], "each once"),
         (["--streams", "2", "--kv-pages", "some"], "kv_pages is 'some'"),

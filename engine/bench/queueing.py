@@ -1,0 +1,105 @@
+"""Requests that wait for the one lane: how long their prompts then stand still for rows.
+
+All come at once. Each is a prompt of a real text and a reply that follows it, so that those behind wait for as long as
+these take. Their first rows are read meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+
+from lazyio import settings
+from lazyio.bench.cold import make_cold
+from lazyio.bench.turns import in_turn
+from lazyio.bench.watch import Watch
+from lazyio.engine.admission import Windows
+from lazyio.engine.bench.rig import Rig
+from lazyio.engine.bench.streams import requests_of, step
+from lazyio.engine.bench.ways import Way
+from lazyio.engine.forward import Forward
+from lazyio.engine.planning import Limits
+from lazyio.engine.scheduler import Scheduler
+from lazyio.gate import TableStats
+from lazyio.modes import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRun:
+    """One request under way and `queued` behind it. Of these, in their order: seconds in the queue, and then for rows.
+
+    `first_waited_s` is what the first one, which had no queue to wait in, stood still for rows.
+    """
+
+    way: Way
+    queued: int
+    again: bool
+    queued_s: tuple[float, ...]
+    waited_s: tuple[float, ...]
+    first_waited_s: float
+    stats: TableStats
+    backend: Backend
+    chosen: str  # a digest of the tokens that were chosen
+
+
+@dataclass(slots=True)
+class QueueOutcome:
+    """All rounds."""
+
+    arms: list[tuple[int, Way]]
+    context: int
+    steps: int
+    limits: Limits
+    rounds: list[list[QueueRun]] = field(default_factory=list)
+
+    @property
+    def tokens_each(self) -> int:
+        """Of the text that a request follows. The last one of a reply is chosen and not computed."""
+        return self.context + self.steps + 1
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the texts of all requests together."""
+        return max((self.tokens_each * (queued + 1) for queued, _ in self.arms), default=0)
+
+    def of(self, arm: tuple[int, Way], *, again: bool = False) -> list[QueueRun]:
+        """The runs of an arm, one a round."""
+        return [run for turns in self.rounds for run in turns if (run.queued, run.way, run.again) == (*arm, again)]
+
+
+def measure_queue(rig: Rig, outcome: QueueOutcome, tokens: Sequence[int], rounds: int, watch: Watch) -> QueueOutcome:
+    """All rounds over parts of `tokens`, one for each request. Raises NotCold, RunsDifferError, what tables raise."""
+    _run(rig, outcome, outcome.arms[0], tokens, again=False)  # libraries choose and compile their kernels
+    for number in range(rounds):
+        turns = list[QueueRun]()
+        for arm, again in in_turn(outcome.arms, outcome.arms[0], number):
+            watch.begin(f"{arm[0]} queued, {arm[1].mode}, round {number + 1} of {rounds}")
+            turns.append(_run(rig, outcome, arm, tokens, again=again))
+            watch.note(f"{arm[0]} queued, {arm[1].mode}: waited {1e3 * max(turns[-1].waited_s):.1f} ms at most")
+        outcome.rounds.append(turns)
+    return outcome
+
+
+def _run(rig: Rig, outcome: QueueOutcome, arm: tuple[int, Way], tokens: Sequence[int], *, again: bool) -> QueueRun:
+    queued, way = arm
+    make_cold(rig.spec)
+    without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
+    with rig.feed(way, without_cache, timed=True) as feed:
+        each, context = outcome.tokens_each, outcome.context
+        samplers, requests = requests_of(rig, outcome.limits, feed, tokens, queued + 1, each, context)
+        before = feed.table.stats()
+        with closing(Scheduler(Forward(rig.model), feed, Windows(rig.model, 1), outcome.limits, 1)) as scheduler:
+            for request in requests:
+                scheduler.add(request)
+            while not all(request.ended for request in requests):
+                step(scheduler, requests)
+        accounts = [request.meter.account(outcome.steps) for request in requests]
+        stats, backend = feed.table.stats() - before, feed.table.backend
+    what = f"{queued} queued requests of {context} tokens and {outcome.steps} steps"
+    chosen = rig.checked(what, way, [torch.tensor(sampler.chosen) for sampler in samplers])
+    queued_s = tuple(account.queued_s for account in accounts[1:])
+    waited_s = tuple(account.prompt_waited_s for account in accounts)
+    return QueueRun(way, queued, again, queued_s, waited_s[1:], waited_s[0], stats, backend, chosen)
