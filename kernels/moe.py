@@ -84,6 +84,8 @@ BY_TILE = (
 )
 # Rows of a tile up to which codes of packed weights are multiplied as they are.
 _MOST_BY_CODES = 16
+# There is no room for the products of larger tiles.
+_MOST_ROWS_OF_FLOAT32 = 64
 # Pairs that are looked at at once where they are sorted, and values that are summed at once.
 _SORTED, _SUMMED = 2048, 1024
 
@@ -126,17 +128,18 @@ def moe(
     if not len(x):
         return out
     chosen, weights = chosen.contiguous(), weights.contiguous()
-    launch = launch or launch_of(len(x), chosen.shape[1], down.shape[0])
+    launch = launch or launch_of(len(x), chosen.shape[1], down.shape[0], x.dtype)
     by = _by_pair if launch.rows == 1 else _by_tile
     by(launch, x, chosen, weights, gate_up, down, out)
     return out
 
 
-def launch_of(tokens: int, slots: int, experts: int) -> Launch:
+def launch_of(tokens: int, slots: int, experts: int, dtype: torch.dtype) -> Launch:
     """How so many tokens are taken."""
     if tokens <= FEW:
         return BY_PAIR
-    return next(launch for launch in BY_TILE if tokens * slots <= launch.mean * experts)
+    fitting = [one for one in BY_TILE if one.rows <= _MOST_ROWS_OF_FLOAT32 or dtype != torch.float32]
+    return next((one for one in fitting if tokens * slots <= one.mean * experts), fitting[-1])
 
 
 def reference(
@@ -287,8 +290,11 @@ def _stages(config: Config, weight: Weight, outputs: int, rows: int, x: torch.Te
         return 1
     properties: Any = torch.cuda.get_device_properties(x.device)
     has: int = properties.shared_memory_per_block_optin
-    of_outputs = outputs * _planes(weight)[0].nbytes / math.prod(weight.shape)
-    return max(1, min(config.stages, int(has / (config.step * (of_outputs + rows * x.element_size())))))
+    each = _planes(weight)[0].nbytes / math.prod(weight.shape)
+    of_step = config.step * (outputs * each + rows * x.element_size())
+    # Values of packed weights may go through that memory too.
+    has -= config.step * outputs * x.element_size() if isinstance(weight, PackedWeight) else 0
+    return max(1, min(config.stages, int(has / of_step)))
 
 
 def _planes(weight: Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
