@@ -72,31 +72,41 @@ def attend(
     most, total = tl.full((ROWS,), -1e30, tl.float32), tl.zeros((ROWS,), tl.float32)
     if SELECTED:
         entries += group.to(tl.int64) * capacity
-        stop = tl.minimum(start + span, tl.load(counts + group) * RATIO)
-        for at in range(start, stop, KEYS):
+        count = tl.load(counts + group)
+        stop = tl.minimum(start + span, count * RATIO)
+        # All blocks but those that the tokens lie in, the last of the list, are complete with all tokens.
+        complete = count - ((end - 1) // RATIO - (before + group * GROUP) // RATIO + 1)
+        whole = _whole(start, tl.minimum(stop, complete * RATIO), KEYS)
+        within, bit = tl.arange(0, KEYS) % RATIO, 1 << (row // EACH)
+        for at in range(start, whole, KEYS):
+            entry = tl.load(entries + at // RATIO + tl.arange(0, KEYS) // RATIO)
+            position = (entry >> BITS) * RATIO + within
+            allowed = (entry[None, :] & bit[:, None]) != 0
+            found, most, total = _tile(
+                queries, k, v, position, end, allowed, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, True, False
+            )
+        for at in range(whole, stop, KEYS):
             slot = at + tl.arange(0, KEYS)
             entry = tl.load(entries + slot // RATIO, mask=slot < stop, other=0)
-            position = (entry >> BITS) * RATIO + slot % RATIO
-            sees = (entry[None, :] >> (row // EACH)[:, None]) & 1
-            allowed = (sees != 0) & (position[None, :] <= last[:, None])
+            position = (entry >> BITS) * RATIO + within
+            allowed = ((entry[None, :] & bit[:, None]) != 0) & (position[None, :] <= last[:, None])
             found, most, total = _tile(
-                queries, k, v, position, end, allowed, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, True
+                queries, k, v, position, end, allowed, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, True, True
             )
     else:
         stop = tl.minimum(start + span, end)
         # Up to here all tokens see all keys.
-        whole = tl.minimum(stop, before + group * GROUP + 1)
-        whole = tl.maximum(start, start + (whole - start) // KEYS * KEYS)
+        whole = _whole(start, tl.minimum(stop, before + group * GROUP + 1), KEYS)
         for at in range(start, whole, KEYS):
             position = at + tl.arange(0, KEYS)
             found, most, total = _tile(
-                queries, k, v, position, end, position, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, False
+                queries, k, v, position, end, position, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, False, False
             )
         for at in range(whole, stop, KEYS):
             position = at + tl.arange(0, KEYS)
             allowed = (position[None, :] <= last[:, None]) & (position[None, :] < stop)
             found, most, total = _tile(
-                queries, k, v, position, end, allowed, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, True
+                queries, k, v, position, end, allowed, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, True, True
             )
     if SPLIT:
         part = (group * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
@@ -126,18 +136,19 @@ def _tile(
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
     MASKED: tl.constexpr,
+    ENDS: tl.constexpr,  # whether positions may lie behind the end
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """`found`, `most` and `total` with a tile of keys more."""
-    dim = tl.arange(0, DIM)
+    dim = tl.arange(0, DIM)[None, :]
     place = _row_of(position).to(tl.int64)[:, None]
-    if MASKED:
+    if ENDS:
         # What lies behind the end was never written, and 0 times that need not be 0.
         there = (position < end)[:, None]
-        keys = tl.load(k + place * K_STRIDE + dim[None, :], mask=there, other=0.0)
-        values = tl.load(v + place * V_STRIDE + dim[None, :], mask=there, other=0.0)
+        keys = tl.load(k + dim + place * K_STRIDE, mask=there, other=0.0)
+        values = tl.load(v + dim + place * V_STRIDE, mask=there, other=0.0)
     else:
-        keys = tl.load(k + place * K_STRIDE + dim[None, :])
-        values = tl.load(v + place * V_STRIDE + dim[None, :])
+        keys = tl.load(k + dim + place * K_STRIDE)
+        values = tl.load(v + dim + place * V_STRIDE)
     scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
@@ -147,6 +158,12 @@ def _tile(
     total = total * fades + tl.sum(weight, 1)
     found = tl.dot(weight.to(values.dtype), values, found * fades[:, None], input_precision="tf32x3")
     return found, highest, total
+
+
+@triton.jit
+def _whole(start: tl.tensor, stop: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+    """The end of the last of the whole tiles from `start` that lie before `stop`."""
+    return start + tl.maximum(stop - start, 0) // KEYS * KEYS
 
 
 @triton.jit
