@@ -194,12 +194,12 @@ class Config:
 
 
 #: By whether float32 is multiplied. Chosen for four heads of 128 on an H200.
-SCORE = {False: Config(64, 128, 4), True: Config(32, 64, 4)}
+SCORE = {False: Config(64, 128, 4), True: Config(16, 32, 4)}
 
 
 def _warps_of(tile: int) -> int:
-    """So many that a thread holds no more than 64 elements of a tile."""
-    return min(32, max(4, tile // 1024))
+    """So many that a thread holds no more than 8 elements of a tile, if it can be."""
+    return min(32, max(4, tile // 256))
 
 
 def _rounded(columns: int) -> int:

@@ -47,7 +47,7 @@ def score(
         dim = tl.arange(0, DIM)
         of_blocks = tl.load(keys + column[:, None] * DIM + dim[None, :], mask=column[:, None] < blocks, other=0.0)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for head in tl.static_range(HEADS):
+        for head in range(HEADS):
             place = queries + row[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
             of_queries = tl.load(place, mask=row[:, None] < tokens, other=0.0)
             found = tl.dot(of_queries.to(OPERAND), tl.trans(of_blocks.to(OPERAND)), input_precision="tf32x3")
@@ -79,13 +79,16 @@ def choose(
     bits = tl.where(found > 0.0, found, 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(visible, bits, -1)
     lowest = tl.full((), 0, tl.int32)  # of the best: as high as leaves enough that are as high
-    for bit in range(31):
-        higher = lowest | (1 << (30 - bit))
-        enough = tl.sum((bits >= higher).to(tl.int32), 0) >= count
-        lowest = tl.where(enough, higher, lowest)
-    above, equal = bits > lowest, bits == lowest
-    room = count - tl.sum(above.to(tl.int32), 0)
-    best = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    step = tl.full((), 1 << 30, tl.int32)
+    while step > 0:
+        enough = tl.sum((bits >= lowest + step).to(tl.int32), 0)
+        lowest = tl.where(enough >= count, lowest + step, lowest)
+        step = tl.where(enough == count, 0, step // 2)
+    best = bits >= lowest
+    if tl.sum(best.to(tl.int32), 0) > count:  # of those with the lowest score, the first that there is room for
+        above, equal = bits > lowest, bits == lowest
+        room = count - tl.sum(above.to(tl.int32), 0)
+        best = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
     tail = (column == complete) & (length % RATIO != 0)
     tl.store(chosen + token * width + column, (best | tail).to(tl.int8), mask=column < width)
 

@@ -42,7 +42,7 @@ class Config:
 #: By the bytes of an element, for tokens that see all keys or selected ones, and for one token; the first whose memory
 #: is there. Chosen for 24 heads of 256, 2 of keys, on an H200.
 CAUSAL = {2: [Config(128, 64, 8, 2, 200_000), Config(64, 32, 4, 2)], 4: [Config(32, 32, 8, 1)]}
-SELECTED = {2: [Config(64, 64, 8, 3, 165_000), Config(64, 32, 4, 2)], 4: [Config(32, 32, 8, 1)]}
+SELECTED = {2: [Config(128, 64, 8, 2, 200_000), Config(64, 32, 4, 2)], 4: [Config(32, 32, 8, 1)]}
 STEP = {2: [Config(16, 64, 4, 2)], 4: [Config(16, 32, 4, 1)]}
 
 
@@ -51,10 +51,25 @@ def supports(heads: int, kv_heads: int, dim: int) -> bool:
     return dim in _DIMS and heads % kv_heads == 0 and heads // kv_heads <= _MOST_EACH
 
 
-def group_of(tokens: int, each: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Of how many tokens `attend_selected` takes the blocks from one list, `each` heads sharing one of keys."""
+def group_of(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Of how many tokens `attend_selected` takes the blocks from one list: the `group` of its Selected."""
     config = _fitting(STEP if tokens == 1 else SELECTED, dtype, device)
-    return min(BITS, tokens, max(1, config.rows // each))
+    most = min(BITS, tokens, max(1, config.rows // (heads // kv_heads)))
+    if device.type != "cuda":
+        return most
+    return _even(tokens, most, kv_heads, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _even(tokens: int, most: int, kv_heads: int, processors: int) -> int:
+    """The fewest tokens of a program with which all of them take as many rounds as with the `most`.
+
+    A multiprocessor has room for one program, and fewer tokens see fewer blocks.
+    """
+    programs = -(-tokens // most) * kv_heads
+    if programs <= _PROGRAMS // 4:  # these are cut in parts
+        return most
+    rounds = -(-programs // processors)
+    return -(-tokens // (rounds * processors // kv_heads))
 
 
 def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
@@ -253,7 +268,7 @@ class Arguments:
         mask.scatter_(1, chance.topk(min(count, len(block))).indices, True)
         mask &= chance > -math.inf
         mask |= (block == length // ratio) & (length % ratio != 0)
-        selected = Selected.of(mask, group_of(tokens, heads[0] // heads[1], dtype, device), ratio)
+        selected = Selected.of(mask, group_of(tokens, *heads, dtype, device), ratio)
         return cls(q, k, v, selected, dim**-0.5)
 
     def found(self) -> list[torch.Tensor]:

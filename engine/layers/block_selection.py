@@ -43,14 +43,23 @@ class BlockSelection(nn.Module):
     """The mask of block-sparse attention, from keys and queries of its own."""
 
     def __init__(
-        self, hidden: int, heads: int, dim: int, budget: int, ratio: int, rope: Rope, eps: float, each: int = 0
+        self,
+        hidden: int,
+        heads: int,
+        dim: int,
+        budget: int,
+        ratio: int,
+        rope: Rope,
+        eps: float,
+        serves: tuple[int, int] = (0, 0),
     ) -> None:
         """`budget` is in tokens, a multiple of `ratio`; `rope` rotates no more than `dim` dimensions.
 
-        `each` heads of queries share one of keys in an attention that has a kernel for blocks; 0 is one that has none.
+        It `serves` an attention of so many heads of queries and of keys that has a kernel for blocks; 0 is one that
+        has none.
         """
         super().__init__()
-        self._each = each
+        self._serves = serves
         self.heads, self.dim, self.budget, self.ratio, self.rope = heads, dim, budget, ratio, rope
         self.index_qk_proj = Linear(hidden, (heads + 1) * dim)
         self.q_layernorm = RmsNorm(dim, eps, offset=1.0)
@@ -74,16 +83,16 @@ class BlockSelection(nn.Module):
         if len(blocks) <= self.budget // self.ratio:
             return None
         queries = self._turned(queries, angles)
-        if self._each and usable(x.device) and supports(self.dim, len(blocks)):
+        if self._serves[0] and usable(x.device) and supports(self.dim, len(blocks)):
             sizes = {"count": self.budget // self.ratio, "ratio": self.ratio}
-            group = group_of(span.length, self._each, x.dtype, x.device)
+            group = group_of(span.length, *self._serves, x.dtype, x.device)
             return select_blocks(queries, blocks, span.before, group=group, **sizes)
         return self._allowed(queries, blocks, span)
 
     def has_kernel(self, spans: Sequence[Span], device: torch.device) -> bool:
         """Whether `steps` can take these."""
         most = max(span.before for span in spans) // self.ratio + 1
-        return self._each > 0 and usable(device) and supports(self.dim, most)
+        return self._serves[0] > 0 and usable(device) and supports(self.dim, most)
 
     def steps(
         self,

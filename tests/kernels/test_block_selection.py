@@ -207,7 +207,7 @@ def test_a_layer_selects_the_same_with_the_kernel(
     cuts: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     rope = Rope(1e4, 8)
-    layer = BlockSelection(32, 3, 16, 12, 4, rope, 1e-6, each=6).requires_grad_(False).to(device)
+    layer = BlockSelection(32, 3, 16, 12, 4, rope, 1e-6, serves=(12, 2)).requires_grad_(False).to(device)
     made = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
         parameter.copy_(0.5 * torch.randn(parameter.shape, generator=made))
@@ -238,5 +238,5 @@ def test_a_layer_selects_the_same_with_the_kernel(
         before = keys - len(mask)
         up_to = torch.arange(keys, device=device) <= torch.arange(before, keys, device=device)[:, None]
         assert torch.equal(of_keys & up_to, mask)
-    layer._each = 0
+    layer._serves = (0, 0)
     assert not any(isinstance(one, Selected) for one in found())

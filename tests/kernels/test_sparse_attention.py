@@ -18,7 +18,7 @@ from lazyio.engine.ubatch import Ubatch
 from lazyio.errors import Unsupported
 from lazyio.kernels import sparse_attention
 from lazyio.kernels.block_selection import BITS, Selected
-from lazyio.kernels.sparse_attention import Arguments, _parts, attend_steps, group_of, reference, supports
+from lazyio.kernels.sparse_attention import Arguments, _even, _parts, attend_steps, group_of, reference, supports
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows in the interpreter
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_a_token_is_the_same_in_any_chunk_and_behind_it_lies_anything(count: int
         selected = given.selected
         if selected is not None:
             mask = selected.mask(36)[first:last, : -(-(118 + last) // 4)]
-            selected = Selected.of(mask, group_of(last - first, 3, torch.float32, device), 4)
+            selected = Selected.of(mask, group_of(last - first, 6, 2, torch.float32, device), 4)
         part = replace(given, q=given.q[first:last], k=k, v=v, selected=selected)
         assert relative(part.found()[0], whole[first:last]) < 1e-6
 
@@ -132,11 +132,26 @@ def test_tensors_may_lie_anywhere(device: torch.device):
 
 
 def test_a_list_is_for_as_many_tokens_as_have_room():
-    assert group_of(1, 12, torch.bfloat16, CPU) == 1
-    assert group_of(100, 12, torch.bfloat16, CPU) == 5
-    assert group_of(3, 12, torch.bfloat16, CPU) == 3
-    assert group_of(100, 1, torch.bfloat16, CPU) == BITS
-    assert group_of(100, 64, torch.float32, CPU) == 1
+    assert group_of(1, 24, 2, torch.bfloat16, CPU) == 1
+    assert group_of(100, 24, 2, torch.bfloat16, CPU) == 10
+    assert group_of(3, 24, 2, torch.bfloat16, CPU) == 3
+    assert group_of(100, 2, 2, torch.bfloat16, CPU) == BITS
+    assert group_of(100, 64, 1, torch.float32, CPU) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "expected"),
+    [(2048, 2, 8), (512, 2, 8), (300, 2, 10), (528, 1, 10), (2640, 2, 10), (1320, 1, 10), (1320, 2, 10), (1321, 2, 7)],
+)
+def test_programs_take_whole_rounds(tokens: int, kv_heads: int, expected: int):
+    group = _even(tokens, 10, kv_heads, 132)
+    assert group == expected
+
+    def rounds(group: int) -> int:
+        return -(-(-(-tokens // group) * kv_heads) // 132)
+
+    assert rounds(group) == rounds(10)
+    assert group == 10 or -(-tokens // 10) * kv_heads > 64
 
 
 def test_what_has_no_kernel():
@@ -186,7 +201,7 @@ def test_a_layer_with_the_kernels_is_the_layer_without(
     selecting: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     rope, made = Rope(100.0, 8), torch.Generator().manual_seed(2)
-    selection = BlockSelection(24, 2, 16, 12, 4, rope, 1e-6, each=3) if selecting else None
+    selection = BlockSelection(24, 2, 16, 12, 4, rope, 1e-6, serves=(6, 2)) if selecting else None
     layer = GatedAttention(24, 6, 2, 16, 1e-6, selection).requires_grad_(False).to(device)
     for parameter in layer.parameters():
         parameter.copy_(0.5 * torch.randn(parameter.shape, generator=made))
@@ -283,5 +298,5 @@ def test_bodies_compile_for_an_h200():
     for name, (shared_bytes, text) in compiled.items():
         assert shared_bytes <= 232_448, name
         assert ("wgmma.mma_async" in text) == (name in ("causal", "selected") or "score" in name), name
-        # Keys and values arrive in shared memory by themselves while others are multiplied.
-        assert ("cp.async.cg.shared.global" in text) == (name in ("causal", "selected", "step")), name
+        # What is multiplied arrives in shared memory by themselves while others are multiplied.
+        assert ("cp.async.cg.shared.global" in text) == (name not in ("combine", "choose", "unite")), name
