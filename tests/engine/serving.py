@@ -28,7 +28,8 @@ def unreadable() -> ReadError:
 class Kept:
     """The state of a sequence: its tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
         self.seen: list[int] = []
 
 
@@ -45,10 +46,11 @@ class Counting:
         if len(self.ubatches) - 1 in self.exploding:
             raise RuntimeError("out of something")
         known = [token for _, tokens in chunks for token in tokens]
-        if rows is not None:
-            values = rows.values()[:, 0].tolist()
-            assert all(value in (token, 0) for value, token in zip(values, known, strict=True))
+        values = known if rows is None else rows.values()[:, 0].tolist()
+        place = 0
         for state, tokens in chunks:
+            own, place = values[place : place + len(tokens)], place + len(tokens)
+            assert own == list(tokens) or UNREADABLE in tokens
             state.seen += tokens
         return torch.tensor(known, dtype=torch.float32)[:, None]
 
@@ -75,7 +77,7 @@ class Memory:
             raise NoRoom("wait")
         self.free -= tokens
         self.seated.append(tokens)
-        return SimpleNamespace(state=Kept(), known=0, marks=(), tokens=tokens)
+        return SimpleNamespace(state=Kept(len(prompt)), known=0, marks=(), tokens=tokens)
 
     def mark(self, seat: Any, tokens: Sequence[int]) -> None: ...
 

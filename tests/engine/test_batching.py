@@ -124,10 +124,11 @@ def test_replies_come_in_the_order_of_prompts(saved: Callable[[str], tuple[Any, 
 def test_on_a_gpu(name: str, saved: Callable[[str], tuple[Any, Path]], agree: Callable[..., None]) -> None:
     """Near in float32, and bit-equal where batches must not matter, in bfloat16 too."""
     pair, folder = saved(name)
-    texts = texts_of(pair, 8, 480)
     given: dict[str, Any] = {"device": "cuda", "lazy_mode": "uring", "mixed": 256, "ubatch": 512}
     for dtype, invariant in (("float32", False), ("float32", True), ("bfloat16", True)):
         solo: list[torch.Tensor] = []
+        # Long prompts have choices of blocks and experts that the least rounding turns.
+        texts = texts_of(pair, 8, 480 if invariant else 70)
         for streams in (1, 4, 8):
             with LLM(folder, dtype=dtype, parallel=streams, batch_invariant=invariant, **given) as llm:
                 found = [each.cpu() for each in logits_of(llm, texts)]

@@ -359,9 +359,9 @@ def test_whatever_comes_everyone_gets_what_is_theirs(
         before = len(model.ubatches)
         more = scheduler.step()
         for ubatch_now in model.ubatches[before:]:
-            replying = [tokens for state, tokens in ubatch_now if len(tokens) == 1 and state.seen[:-1]]
-            prompts = sum(len(tokens) for _, tokens in ubatch_now) - len(replying)
-            assert prompts <= ubatch
+            replies = sum(len(state.seen) > state.prompt_tokens for state, _ in ubatch_now)
+            prompts = sum(len(tokens) for _, tokens in ubatch_now) - replies
+            assert prompts <= (mixed if replies else ubatch)
             assert len(ubatch_now) <= parallel
         turn += 1
         if not more and len(came) == len(requests):
