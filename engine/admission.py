@@ -74,6 +74,7 @@ class Windows:
     def __init__(self, model: Model, parallel: int) -> None:
         self._model, self._parallel = model, parallel
         self._taken: dict[Window, int] = {}  # bytes
+        self._sizes: dict[int, int] = {}  # bytes, by tokens: telling takes a while
 
     def __len__(self) -> int:
         return len(self._taken)
@@ -113,4 +114,6 @@ class Windows:
         del self._taken[seat]
 
     def _bytes(self, tokens: int) -> int:
-        return self._model.new_state(tokens, torch.device("meta")).nbytes
+        if tokens not in self._sizes:
+            self._sizes[tokens] = self._model.new_state(tokens, torch.device("meta")).nbytes
+        return self._sizes[tokens]

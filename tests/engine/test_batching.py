@@ -71,7 +71,7 @@ def test_streams_equal_solo(name: str, saved: Callable[[str], tuple[Any, Path]],
         solo = [logits_of(llm, [text])[0] for text in texts]
     for (prompt, text), logits in zip(texts, solo, strict=True):
         agree(logits, pair.expected([*prompt, *text])[len(prompt) - 1 : -1])
-    for streams in (2, 4, 8):
+    for streams in (1, 2, 4, 8):
         with LLM(folder, device="cpu", ubatch=32, parallel=streams, mixed=24) as llm:
             for found, expected in zip(logits_of(llm, texts), solo, strict=True):
                 agree(found, expected)
@@ -85,7 +85,7 @@ def test_batches_change_no_bit(name: str, saved: Callable[[str], tuple[Any, Path
     given: dict[str, Any] = {"device": "cpu", "batch_invariant": True, "mixed": 256}
     with LLM(folder, ubatch=512, **given) as llm:
         solo = [logits_of(llm, [text])[0] for text in texts]
-    for streams in (2, 4, 8):
+    for streams in (1, 2, 4, 8):
         with LLM(folder, ubatch=256 if streams == 4 else 512, parallel=streams, **given) as llm:
             for found, expected in zip(logits_of(llm, texts), solo, strict=True):
                 assert torch.equal(found, expected)

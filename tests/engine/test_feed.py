@@ -91,6 +91,16 @@ def test_a_prompt_has_its_rows_in_every_mode(spec: TableSpec, arguments: dict[st
         same_bits(torch.cat(values), expected(table))
 
 
+def test_chunks_that_are_asked_for_together_share_rows(table: LazyTable) -> None:
+    sequences = [(TOKENS[:60], None), (TOKENS[20:90], TOKENS[18:20]), (TOKENS[:60], None)]
+    rows = feed_of(table).ahead(sequences)
+    values = rows.values()
+    assert table.stats().unique_rows == len(np.unique(NgramRowIds(HASH, VOCAB)(TOKENS[:90])))
+    same_bits(values, torch.cat([expected(table)[place] for place in (slice(60), slice(20, 90), slice(60))]))
+    again = feed_of(table).again(rows, slice(60, 130))
+    same_bits(again.values(), expected(table)[20:90])
+
+
 def test_a_prompt_goes_on_where_another_ended(table: LazyTable) -> None:
     for lookahead in (0, 2):
         (rows,) = feed_of(table, lookahead).prompt([TOKENS[100:]], TOKENS[:100])
