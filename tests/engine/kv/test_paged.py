@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from lazyio.engine import forward
 from lazyio.engine.kv.layout import Layout
 from lazyio.engine.kv.paged import Paged, PagedSeat, Reuse
 from lazyio.engine.kv.pieces import Paged as PagedEntries
 from lazyio.engine.kv.pool import NULL, PAGE
+from lazyio.engine.layers import delta_rule
 from lazyio.engine.models import Model
 from lazyio.engine.state import State
 from lazyio.errors import NeverFits, NoRoom, Unsupported
@@ -277,6 +279,10 @@ def test_entries_that_do_not_fill_a_page(tiny: Callable[..., Any]) -> None:
     model = tiny("qwen4_exp", indexer_budget=9, indexer_compress_ratio=3).model
     with pytest.raises(Unsupported, match=r"pages of 256 positions can't hold 85 entries each .* set kv_pages to off"):
         Paged(model, 40, streams=1, reuse=Reuse(), poison=False)
+
+
+def test_blocks_of_kernels_and_batches_divide_a_page() -> None:
+    assert PAGE % delta_rule.BLOCK == PAGE % forward.BLOCK == 0
 
 
 def test_the_tables_of_host_and_device_are_the_same(pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
