@@ -102,6 +102,8 @@ def _add_half(
     else:
         acc += tl.dot(codes1, rows1, products, input_precision="ieee") * scale[:, :, None]
     if STORED == "Q4_1" or STORED == "Q5_1" or STORED == "Q4_K" or STORED == "Q5_K":
+        # What codes have too much is taken off with the least values. float32 has no room for it.
+        more -= scale * (0 if rows0.dtype == tl.float32 else 128 if rows0.dtype == tl.bfloat16 else 1024)
         # Made as codes are, so that both products take the same layout of rows.
         half = tl.full(words.shape, 1.0, rows0.dtype)
         ones = tl.reshape(tl.join(half, half), codes0.shape)
@@ -126,6 +128,7 @@ def _inputs(
 def _operand(pairs: tl.tensor, rows: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
     """What pairs of codes stand for, before it is scaled: [groups, BLOCK_N, 16] in the dtype of rows, and exact."""
     zero: tl.constexpr = 8 if STORED == "Q4_0" else 16 if STORED == "Q5_0" else 32 if STORED == "Q6_K" else 0
+    with_sums: tl.constexpr = STORED == "Q4_1" or STORED == "Q5_1" or STORED == "Q4_K" or STORED == "Q5_K"
     if STORED == "IQ4_NL":
         both = tl.join(iq4_value(pairs & 0xFFFF).to(rows.dtype), iq4_value(pairs >> 16).to(rows.dtype))
     elif rows.dtype == tl.bfloat16:
@@ -139,7 +142,9 @@ def _operand(pairs: tl.tensor, rows: tl.tensor, STORED: tl.constexpr) -> tl.tens
             both = tl.join(low * 1.329227995784916e36, upper * 1.329227995784916e36)  # 2 ** 120
         else:
             low, upper = _halves(pairs | 0x43004300, tl.bfloat16)
-            both = tl.join(low - (128.0 + zero), upper - (128.0 + zero))
+            if not with_sums:
+                low, upper = low - (128.0 + zero), upper - (128.0 + zero)
+            both = tl.join(low, upper)
     else:
         if STORED == "Q8_0":
             low, upper = _halves(pairs ^ 0x00800080 | 0x64006400, tl.float16)
@@ -149,7 +154,9 @@ def _operand(pairs: tl.tensor, rows: tl.tensor, STORED: tl.constexpr) -> tl.tens
             both = tl.join(low * 256.0, upper * 256.0)
         else:
             low, upper = _halves(pairs | 0x64006400, tl.float16)
-            both = tl.join(low - (1024.0 + zero), upper - (1024.0 + zero))
+            if not with_sums or rows.dtype == tl.float32:
+                low, upper = low - (1024.0 + zero), upper - (1024.0 + zero)
+            both = tl.join(low, upper)
     return tl.reshape(both.to(rows.dtype), (pairs.shape[0], pairs.shape[1], 16))
 
 
