@@ -93,6 +93,22 @@ class Growing:
         self._entries = torch.empty(capacity, *shape, dtype=dtype, device=device)
         self._length = 0
 
+    @staticmethod
+    def append_each(pieces: Sequence[Any], new: torch.Tensor) -> list[torch.Tensor]:
+        """`append` for several sequences, one token of each: new [sequences, *shape].
+
+        Windows are written to together; pieces of other kinds, which take the place of these, one by one.
+        """
+        if not all(isinstance(piece, Growing) for piece in pieces):
+            return [piece.append(entry) for piece, entry in zip(pieces, new[:, None], strict=True)]
+        full = any(piece._length == len(piece._entries) for piece in pieces)
+        assert not full, "a sequence outgrew the capacity of its state"
+        places = [piece._entries[piece._length] for piece in pieces]
+        torch._foreach_copy_(places, list(new.unbind()))
+        for piece in pieces:
+            piece._length += 1
+        return [piece.entries for piece in pieces]
+
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Add the entries [n, *shape] of the next tokens; return those of all tokens, a view."""
         end = self._length + len(new)
@@ -187,6 +203,18 @@ class Recent:
         """Those entries with the new ones [n, *shape] behind them, [count + n, *shape]; the last `count` are kept."""
         joined = torch.cat([self._entries, new])
         self._entries.copy_(joined[len(new) :])
+        return joined
+
+    @staticmethod
+    def extend_each(pieces: Sequence[Recent], new: torch.Tensor) -> torch.Tensor:
+        """`extend` for several sequences, as many tokens of each: [sequences, count + n, *shape] of new [.., n, ..].
+
+        A step of many sequences costs as many launches as one of a few.
+        """
+        if len(pieces) == 1:
+            return pieces[0].extend(new[0])[None]
+        joined = torch.cat([torch.stack([piece._entries for piece in pieces]), new], 1)
+        torch._foreach_copy_([piece._entries for piece in pieces], list(joined[:, new.shape[1] :].unbind()))
         return joined
 
     @property

@@ -96,8 +96,8 @@ class GatedAttention(nn.Module):
     ) -> torch.Tensor:
         here = slice(spans[0].start, spans[-1].here.stop)
         pieces = [span.state.pieces[self] for span in spans]
-        keys = [piece.keys.append(k[span.here]) for piece, span in zip(pieces, spans, strict=True)]
-        values = [piece.values.append(v[span.here]) for piece, span in zip(pieces, spans, strict=True)]
+        keys = Growing.append_each([piece.keys for piece in pieces], k[here])
+        values = Growing.append_each([piece.values for piece in pieces], v[here])
         selected = None
         if isinstance(self.indexer, BlockSelection):
             cos, sin = angles

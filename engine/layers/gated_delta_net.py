@@ -99,8 +99,7 @@ class GatedDeltaNet(nn.Module):
         """[q | k | v] of the tokens of these sequences, as many of each: [tokens, channels]."""
         inputs = mixed[spans[0].start : spans[-1].here.stop].view(len(spans), -1, self._channels)
         recent = [span.state.pieces[self].inputs for span in spans]
-        windows = torch.stack([piece.extend(new) for piece, new in zip(recent, inputs, strict=True)])
-        return functional.silu(self.conv1d(windows)).reshape(-1, self._channels)
+        return functional.silu(self.conv1d(Recent.extend_each(recent, inputs))).reshape(-1, self._channels)
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [tokens, key_heads, key_dim] and v [tokens, value_heads, value_dim], as they are."""

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazyio.engine.state import Sliding
+from lazyio.engine.state import Growing, Recent, Sliding
 
 CPU = torch.device("cpu")
 
@@ -16,6 +16,42 @@ def sliding(window: int, capacity: int) -> Sliding:
 
 def entries(first: int, count: int) -> torch.Tensor:
     return torch.arange(first, first + count, dtype=torch.float32)[:, None].expand(-1, 2)
+
+
+class Wrapped:
+    """A piece that takes the place of a window."""
+
+    def __init__(self, inner: Growing) -> None:
+        self.append = inner.append
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 5])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_what_convolutions_reach_back_to_is_kept_for_several_sequences_at_once(sequences: int, tokens: int):
+    together, apart = ([Recent(3, 2, dtype=torch.float32, device=CPU) for _ in range(sequences)] for _ in range(2))
+    for turn in range(4):
+        new = torch.rand(sequences, tokens, 2, generator=torch.Generator().manual_seed(turn))
+        expected = torch.stack([piece.extend(each) for piece, each in zip(apart, new, strict=True)])
+        assert torch.equal(Recent.extend_each(together, new), expected)
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one.entries, other.entries)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_windows_of_several_sequences_grow_at_once(mixed: bool):
+    together, apart = ([Growing(20, 2, dtype=torch.float32, device=CPU) for _ in range(3)] for _ in range(2))
+    for i, (one, other) in enumerate(zip(together, apart, strict=True)):
+        one.append(entries(0, i))
+        other.append(entries(0, i))
+    pieces = [*together[:2], Wrapped(together[2])] if mixed else together
+    for turn in range(4):
+        new = entries(100 * turn, 3)
+        expected = [piece.append(each) for piece, each in zip(apart, new.split(1), strict=True)]
+        for found, wanted in zip(Growing.append_each(pieces, new), expected, strict=True):
+            assert torch.equal(found, wanted)
+    together[1].append(entries(0, 20 - len(together[1].entries)))
+    with pytest.raises(AssertionError, match="outgrew"):
+        Growing.append_each(pieces, entries(0, 3))
 
 
 @given(window=st.integers(1, 7), chunks=st.lists(st.integers(1, 30), min_size=1, max_size=25))
