@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
 from lazyio.engine.models.base import Model
-from lazyio.engine.place import check_memory
+from lazyio.engine.place import check_memory, check_state
 from lazyio.engine.state import State
 from lazyio.errors import NeverFits, NoRoom
 from lazyio.fetchers.base import Int64
@@ -104,6 +105,12 @@ class Windows:
         window = Window(self._model.new_state(tokens))
         self._taken[window] = needed
         return window
+
+    @contextmanager
+    def apart(self, tokens: int) -> Iterator[State]:
+        """The state of a sequence of so many tokens that takes no lane. Raises NeverFits where memory is too little."""
+        check_state(self._model, tokens)
+        yield self._model.new_state(tokens)
 
     def mark(self, seat: Seat, tokens: Sequence[int]) -> None:
         """See `Admission`. There are no marks."""

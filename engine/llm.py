@@ -18,7 +18,7 @@ from lazyio.engine.generate import Completion, Reply
 from lazyio.engine.kv.options import KvOptions
 from lazyio.engine.opening import TableOptions, find_rows, open_beside, plan_weights, refuse_ignored
 from lazyio.engine.pace import MeasuredPace, measure_pace
-from lazyio.engine.place import check_memory, check_state, device_of, dtype_of
+from lazyio.engine.place import check_memory, device_of, dtype_of
 from lazyio.engine.planning import Limits
 from lazyio.engine.prompt import Prompt, check_length, each_prompt, token_ids
 from lazyio.engine.request import Request
@@ -137,17 +137,20 @@ class LLM:
         """Logits after each token of a prompt: float32 [tokens, vocab], on the CPU.
 
         `cuts` are the tokens of each ubatch, in place of those that the setting `ubatch` gives. Raises PromptError for
-        a prompt that can't be served, NeverFits where memory does not suffice, SettingError for cuts of another prompt.
+        a prompt that can't be served, NeverFits where memory does not suffice, NoRoom where replies that go on hold too
+        many of its pages, SettingError for cuts of another prompt.
         """
         tokens = token_ids(prompt, lambda: self.text, self._vocab)
         check_length(len(tokens), 0, self._max_tokens)
         cuts = self.cuts(len(tokens)) if cuts is None else _checked_cuts(cuts, len(tokens))
-        check_state(self.model, len(tokens))
         size = 4 * len(tokens) * self.model.vocab
         check_memory(size, f"the logits of {len(tokens)} tokens", torch.device("cpu"), "give a shorter prompt")
         logits = torch.empty(len(tokens), self.model.vocab)
         done = 0
-        with closing(TokenSequence(self._forward, self.feed, len(tokens)).prefill(tokens, cuts)) as ubatches:
+        with (
+            self.admission.apart(len(tokens)) as state,
+            closing(TokenSequence(self._forward, self.feed, state).prefill(tokens, cuts)) as ubatches,
+        ):
             for hidden in ubatches:
                 for start in range(0, len(hidden), _LOGITS_TOKENS):
                     part = hidden[start : start + _LOGITS_TOKENS]

@@ -11,14 +11,14 @@ import torch
 
 from lazyio.engine.feed import Feed, TokenRows
 from lazyio.engine.forward import Forward
+from lazyio.engine.state import State
 
 
 class TokenSequence:
-    """One sequence: its state, and its rows asked for early. `feed` is None for a model without a table."""
+    """One sequence that begins: its state, and its rows asked for early. `feed` is None for a model without a table."""
 
-    def __init__(self, forward: Forward, feed: Feed | None, capacity: int) -> None:
-        self._forward, self._feed = forward, feed
-        self._state = forward.model.new_state(capacity)
+    def __init__(self, forward: Forward, feed: Feed | None, state: State) -> None:
+        self._forward, self._feed, self._state = forward, feed, state
 
     def prefill(self, tokens: Sequence[int], cuts: Sequence[int]) -> Generator[torch.Tensor, None, None]:
         """Compute the first tokens in ubatches of the sizes `cuts`: hidden states [tokens, hidden] of each.

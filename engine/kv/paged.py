@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lazyio.engine.admission import Seat
@@ -101,6 +102,19 @@ class Paged:
         edges = set() if match is None else {last // PAGE * PAGE, found.matched // PAGE * PAGE}
         marks = tuple(sorted(edge for edge in edges if found.tokens < edge <= last))
         return PagedSeat(claim, state, found.tokens, marks)
+
+    @contextmanager
+    def apart(self, tokens: int) -> Iterator[State]:
+        """The state of a sequence of so many tokens that takes no lane: nothing of it is known or kept.
+
+        Raises NoRoom and NeverFits as `Ledger.seat` does.
+        """
+        claim = self.ledger.seat(tokens, 0)
+        try:
+            yield self.buffer.open(claim.table, claim.runs, claim.table.pages, 0)
+        finally:
+            self.ledger.release(claim)
+            self._refused = None
 
     def mark(self, seat: Seat, tokens: Sequence[int]) -> None:
         """See `Admission`: keep what is there for others."""

@@ -14,7 +14,7 @@ from lazyio.engine import LLM
 from lazyio.engine.kv.paged import Paged
 from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.kv.prefixes import Prefixes
-from lazyio.errors import ModelError, NeverFits, SettingError
+from lazyio.errors import ModelError, NeverFits, NoRoom, SettingError
 
 ALL = ("qwen4_exp", "gemma4", "gemma3n", "qwen3_5", "qwen3_5_moe")
 Saved = Callable[[str], tuple[Any, Path]]
@@ -174,6 +174,28 @@ def test_an_interrupt_keeps_nothing(saved: Saved, monkeypatch: pytest.MonkeyPatc
             with pytest.raises(KeyboardInterrupt):
                 next(reply)
         assert llm.admission.ledger.prefixes.pages == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_logits_are_those_of_windows_bit_for_bit(name: str, saved: Saved) -> None:
+    """Nothing of the prompt is taken from what is known, and nothing of it is kept."""
+    pair, folder = saved(name)
+    tokens = pair.tokens(PAGE + 40)
+    with LLM(folder, device="cpu", ubatch=100) as llm:
+        expected = llm.logits(tokens)
+    with opened(folder, ubatch=100) as (llm, _):
+        llm.generate(tokens, max_tokens=2)
+        before = llm.admission.ledger.prefixes.pages  # type: ignore[union-attr]
+        assert torch.equal(llm.logits(tokens), expected)
+        assert llm.admission.ledger.prefixes.pages == before  # type: ignore[union-attr]
+
+
+def test_logits_have_no_room_beside_replies_that_hold_it(saved: Saved) -> None:
+    pair, folder = saved("qwen3_5")
+    with opened(folder, pages=4) as (llm, _), llm.reply(pair.tokens(300), max_tokens=100) as reply:
+        next(reply)
+        with pytest.raises(NoRoom, match="held by 1 lanes"):
+            llm.logits(pair.tokens(300))
 
 
 def test_what_can_never_fit_is_refused_before_it_is_queued(saved: Saved) -> None:
