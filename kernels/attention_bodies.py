@@ -77,9 +77,9 @@ def attend(
         # All blocks but those that the tokens lie in, the last of the list, are complete with all tokens.
         complete = count - ((end - 1) // RATIO - (before + group * GROUP) // RATIO + 1)
         whole = _whole(start, tl.minimum(stop, complete * RATIO), KEYS)
-        within, bit = tl.arange(0, KEYS) % RATIO, 1 << (row // EACH)
+        lane, within, bit = tl.arange(0, KEYS // RATIO), tl.arange(0, KEYS) % RATIO, 1 << (row // EACH)
         for at in range(start, whole, KEYS):
-            entry = tl.load(entries + at // RATIO + tl.arange(0, KEYS) // RATIO)
+            entry = _of_keys(tl.load(entries + at // RATIO + lane), RATIO)
             position = (entry >> BITS) * RATIO + within
             allowed = (entry[None, :] & bit[:, None]) != 0
             found, most, total = _tile(
@@ -158,6 +158,13 @@ def _tile(
     total = total * fades + tl.sum(weight, 1)
     found = tl.dot(weight.to(values.dtype), values, found * fades[:, None], input_precision="tf32x3")
     return found, highest, total
+
+
+@triton.jit
+def _of_keys(entry: tl.tensor, RATIO: tl.constexpr) -> tl.tensor:
+    """Entries [n] of blocks as those of their keys, [n * RATIO]."""
+    blocks: tl.constexpr = entry.shape[0]
+    return tl.reshape(tl.broadcast_to(entry[:, None], (blocks, RATIO)), (blocks * RATIO,))
 
 
 @triton.jit

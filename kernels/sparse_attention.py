@@ -22,6 +22,7 @@ from lazyio.kernels.places import UNIT, places
 _DIMS = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_EACH = 64
+_RATIOS = (1, 2, 4, 8, 16, 32)
 
 # So many programs that each multiprocessor of a large GPU has one or two.
 _PROGRAMS = 256
@@ -42,13 +43,13 @@ class Config:
 #: By the bytes of an element, for tokens that see all keys or selected ones, and for one token; the first whose memory
 #: is there. Chosen for 24 heads of 256, 2 of keys, on an H200.
 CAUSAL = {2: [Config(128, 64, 8, 2, 200_000), Config(64, 32, 4, 2)], 4: [Config(32, 32, 8, 1)]}
-SELECTED = {2: [Config(128, 64, 8, 2, 200_000), Config(64, 32, 4, 2)], 4: [Config(32, 32, 8, 1)]}
+SELECTED = {2: [Config(128, 64, 8, 3, 200_000), Config(64, 32, 4, 2)], 4: [Config(32, 32, 8, 1)]}
 STEP = {2: [Config(16, 64, 4, 2)], 4: [Config(16, 32, 4, 1)]}
 
 
-def supports(heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether there is a kernel for so many heads of queries and keys, of this dimension."""
-    return dim in _DIMS and heads % kv_heads == 0 and heads // kv_heads <= _MOST_EACH
+def supports(heads: int, kv_heads: int, dim: int, ratio: int = 1) -> bool:
+    """Whether there is a kernel for so many heads of queries and keys of this dimension, and blocks of `ratio`."""
+    return dim in _DIMS and heads % kv_heads == 0 and heads // kv_heads <= _MOST_EACH and ratio in _RATIOS
 
 
 def group_of(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -92,6 +93,7 @@ def attend_selected(
     """`attend_causal` over the keys in selected blocks alone. Every token must see a key."""
     _check(q, k, v)
     assert selected.tokens == len(q), "blocks were selected for other tokens"
+    assert selected.ratio in _RATIOS, "tiles have no whole blocks"
     config = _fitting(STEP if len(q) == 1 else SELECTED, q.dtype, q.device)
     return _launch(q, k, v, len(k), selected, scale, config, selected.group)
 

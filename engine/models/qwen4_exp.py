@@ -167,6 +167,6 @@ def _selection(config: Config, of_heads: Rope) -> BlockSelection:
     if budget % ratio:
         raise config.error("indexer_budget", f"it must be a multiple of indexer_compress_ratio, {ratio}")
     q_heads, kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads")
-    serves = (q_heads, kv_heads) if supports(q_heads, kv_heads, config.integer("head_dim")) else (0, 0)
+    serves = (q_heads, kv_heads) if supports(q_heads, kv_heads, config.integer("head_dim"), ratio) else (0, 0)
     hidden, eps = config.integer("hidden_size"), config.number("rms_norm_eps")
     return BlockSelection(hidden, heads, dim, budget, ratio, of_heads, eps, serves)

@@ -159,6 +159,8 @@ def test_what_has_no_kernel():
     assert not supports(24, 2, 96)
     assert not supports(24, 5, 64)
     assert not supports(128, 1, 64)
+    assert supports(24, 2, 256, 4)
+    assert not supports(24, 2, 256, 3)
     with pytest.raises(
         Unsupported, match=r"no kernel for torch\.float32, 6 heads of 24 and 2 of keys: it has those for"
     ):
