@@ -1,7 +1,7 @@
 """Products with quantised weights, which stay packed in memory. The bodies are in packed_matmul_bodies.py.
 
-Few rows are multiplied with the codes as they are, in one pass over the weight's bytes. For more rows the weight is
-dequantised first, and the product left to torch.
+Few rows are multiplied with the codes as they are, 16 at a time, in one pass over the weight's bytes each. For more
+rows the weight is dequantised first, and the product left to torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, reference_dequanti
 from lazyio.ple.dtypes import TYPES
 
 #: Rows that the weight's codes are multiplied with as they are.
-MOST_NARROW = 16
+MOST_NARROW = 64
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OLDEST = (8, 0)
@@ -96,7 +96,7 @@ NARROW: Sequence[tuple[int, Config]] = [(8192, Config(32, 512, 4, 3)), (0, Confi
 def launch_narrow(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
     """The kernel of few rows, as `config` says."""
     rows = 8 if len(x) <= 8 else 16
-    _bodies().narrow[(-(-weight.shape[0] // config.outputs),)](
+    _bodies().narrow[(-(-weight.shape[0] // config.outputs) * -(-len(x) // rows),)](
         *(x, *weight.pointers(), out, len(x)),
         **_constants(weight),
         BLOCK_M=rows,
@@ -231,7 +231,8 @@ def _cases() -> list[Case[Arguments]]:
         found += [
             case("few rows", stored, (19, 768 if block == 256 else 96)),
             case("an expert", stored, (2, 16, 256), rows=1, dtype=torch.float16),
-            case("many rows", stored, (24, 256), rows=17),
+            case("many rows", stored, (24, 256), rows=MOST_NARROW + 1),
+            case("33 rows, float16", stored, (24, 256), rows=33, dtype=torch.float16),
             case("16 rows, bfloat16", stored, (2560, 6144), large=True, rows=16, dtype=torch.bfloat16),
             case("a row, bfloat16", stored, (12290, 2560), large=True, rows=1, dtype=torch.bfloat16),
             case("5 rows, float16", stored, (640, 1280), large=True, rows=5, dtype=torch.float16),

@@ -38,7 +38,7 @@ def expand(
     tl.store(out + place, values.to(out.dtype.element_ty), mask=(n < N)[:, None] & (column < K)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def narrow(
     x: tl.tensor,  # [rows, K]
     p0: tl.tensor,
@@ -56,9 +56,10 @@ def narrow(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Some outputs of all rows, with all inputs."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
+    """Some outputs of some rows, with all inputs. Programs with the same codes follow on each other."""
+    pieces = (rows + BLOCK_M - 1) // BLOCK_M
+    n = tl.program_id(0) // pieces * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) % pieces * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.minimum(n, N - 1)
     acc = tl.zeros((BLOCK_K // 64, BLOCK_N, BLOCK_M), tl.float32)
     scales, units = load_scales(p2, p3, 0, row, 0, STORED, N, K, BLOCK_K, ROWS, COLUMNS)

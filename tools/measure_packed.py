@@ -6,8 +6,8 @@
 
 Times are those of CUDA graphs which go over several weights, more than the L2 cache holds. Few rows are given with
 the share of --bandwidth that the weight's bytes alone take. For more rows three ways are compared: the kernel of few
-rows in pieces of 16, a fused kernel, and dequantising with a product of torch's, which is also given alone. With
---sweep, launches of the kernel of few rows are compared.
+rows, which takes 16 at a time, a fused kernel, and dequantising with a product of torch's; how long these two take
+alone is given too. With --sweep, launches of the kernel of few rows are compared.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it.
@@ -46,7 +46,7 @@ def main(
     rows: Annotated[str, typer.Option(help="Few rows.")] = "1,4,8,16",
     many: Annotated[
         str, typer.Option(help="More rows, for the first type and two shapes; empty for none.")
-    ] = "32,128,512,2048",
+    ] = "32,64,128,256,2048",
     bandwidth: Annotated[float, typer.Option(help="Of the memory, in TB/s.")] = 4.3,
     seconds: Annotated[float, typer.Option(help="After which nothing more is begun.")] = 80,
     sweep: Annotated[bool, typer.Option("--sweep", help="Compare launches instead.")] = False,
@@ -167,8 +167,9 @@ def with_fused(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     return out
 
 
-def in_pieces(x: torch.Tensor, weight: PackedWeight) -> list[torch.Tensor]:
-    return [matmul(part, weight) for part in x.split(packed_matmul.MOST_NARROW)]
+def in_pieces(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    config = next(config for least, config in packed_matmul.NARROW if weight.shape[0] >= least)
+    return launched_as(config, x, weight)
 
 
 def dequantised_first(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
@@ -176,7 +177,7 @@ def dequantised_first(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
 
 
 def measure_many(stored: str, sizes: Sequence[Sequence[int]], counts: Sequence[int], until: float) -> None:
-    ways = {"dequantised first": dequantised_first, "fused": with_fused, "in pieces of 16": in_pieces}
+    ways = {"dequantised first": dequantised_first, "fused": with_fused, "16 at a time": in_pieces}
     table = Table("type", "outputs x inputs", "rows", *ways, "dequantising", "torch's product", "error", box=None)
     for size in sizes:
         weights = weights_of(stored, size)
@@ -191,7 +192,7 @@ def measure_many(stored: str, sizes: Sequence[Sequence[int]], counts: Sequence[i
             error = max(error_of(way(x, weights[0]), expected) for way in (dequantised_first, with_fused))
             cells = []
             for name, way in ways.items():
-                if name == "in pieces of 16" and count > 256:
+                if name == "16 at a time" and count > 256:
                     cells.append("")
                     continue
                 cells.append(f"{microseconds(lambda weight, way=way, x=x: way(x, weight), weights):.1f}")
