@@ -75,3 +75,19 @@ def test_old_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch):
     weight = PackedWeight("Q4_0", (8, 64), (SimpleNamespace(device=torch.device("cuda"), is_contiguous=lambda: True),))
     with pytest.raises(Unsupported, match=r"capability 8\.0; this one has 7\.5"):
         dequantise(weight, torch.float32)
+
+
+@pytest.mark.parametrize("stored", sorted(PACKED_TYPES))
+def test_each_code_is_multiplied_as_what_it_stands_for(stored: str, device: torch.device):
+    """Rows with a single 1 take single values out of a weight: small ones, which others would hide, are seen too."""
+    weight = packed.random(stored, (16, 256), device, made(device), 20.0, (16, 256))
+    values = reference_dequantise(weight)
+    if stored == "F8_E4M3":
+        assert values.unique().numel() > 250
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        if dtype == torch.bfloat16 and device.type == "cpu":  # the interpreter cuts off what it has no room for
+            continue
+        for start in (0, 192):
+            x = torch.eye(256, device=device, dtype=dtype)[start : start + 64].contiguous()
+            found = matmul(x, weight).float().t()
+            torch.testing.assert_close(found, values[:, start : start + 64], rtol=0.01, atol=0)
