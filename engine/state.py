@@ -97,9 +97,14 @@ class Growing:
     def append_each(pieces: Sequence[Any], new: torch.Tensor) -> list[torch.Tensor]:
         """`append` for several sequences, one token of each: new [sequences, *shape].
 
-        Windows are written to together; pieces of other kinds, which take the place of these, one by one.
+        Windows are written to together; pieces of other kinds, which take the place of these, as their own
+        `append_together` does, or one by one.
         """
         if not all(isinstance(piece, Growing) for piece in pieces):
+            kind = type(pieces[0])
+            if hasattr(kind, "append_together") and all(type(piece) is kind for piece in pieces):
+                own: list[torch.Tensor] = kind.append_together(pieces, new)
+                return own
             return [piece.append(entry) for piece, entry in zip(pieces, new[:, None], strict=True)]
         full = any(piece._length == len(piece._entries) for piece in pieces)
         assert not full, "a sequence outgrew the capacity of its state"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lazyio.engine.kv.layout import Layout, Place
-from lazyio.engine.kv.pieces import Paged, Placed, Window
+from lazyio.engine.kv.pieces import LaneTable, Paged, Placed, Window
 from lazyio.engine.kv.pool import NULL, PAGE, Pages
 from lazyio.engine.kv.tables import Table
 from lazyio.engine.state import Recent, State
@@ -45,7 +45,9 @@ class Buffer:
             assert self.null_is_clean(), "someone wrote to the null page"
             self._bytes[self._places(owned)] = _POISON
         self._bytes[self._places(run)] = self._fill
-        places = _Opening(self._planes, self._parts(run), table, self._sent(table.pages), tokens, zero=self.poison)
+        places = _Opening(
+            self._planes, self._parts(run), LaneTable(table, self._sent(table.pages)), tokens, zero=self.poison
+        )
         pieces = {module: piece.placed(places) for module, piece in self.layout.template.pieces.items()}
         state = State(pieces, table.capacity)
         state.tokens = tokens
@@ -100,18 +102,17 @@ class _Opening:
         self,
         planes: list[torch.Tensor],
         parts: list[torch.Tensor],
-        table: Table,
-        sent: torch.Tensor,
+        table: LaneTable,
         tokens: int,
         *,
         zero: bool,
     ) -> None:
         self._planes: Iterator[torch.Tensor] = iter(planes)
         self._parts: Iterator[torch.Tensor] = iter(parts)
-        self._table, self._sent, self._tokens, self._zero = table, sent, tokens, zero
+        self._table, self._tokens, self._zero = table, tokens, zero
 
     def growing(self, entries: int, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        return Paged(next(self._planes), self._table, self._sent, self._tokens // (PAGE // entries))
+        return Paged(next(self._planes), self._table, self._tokens // (PAGE // entries))
 
     def sliding(self, reach: int, shape: Sequence[int], dtype: torch.dtype) -> Any:
         return Window(next(self._parts), min(reach, self._tokens))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -11,24 +15,45 @@ from lazyio.engine.kv.tables import Table
 from lazyio.engine.state import Growing, Recurrent, Sliding
 
 
+@dataclass(eq=False, frozen=True, slots=True)
+class LaneTable:
+    """The pages of a sequence, on the host and on the device, int64 [pages], where they are sent once."""
+
+    host: Table
+    device: torch.Tensor
+
+
 class Paged:
     """Entries of all tokens so far, in pages: takes the place of `Growing`.
 
-    `plane` [pages, entries a page, *shape] is that of the whole pool, `table` int64 [pages of the sequence] the same
-    as the host's on the device.
+    `plane` [pages, entries a page, *shape] is that of the whole pool.
     """
 
-    def __init__(self, plane: torch.Tensor, host_table: Table, table: torch.Tensor, length: int) -> None:
-        self.plane, self.table, self._host_table, self._length = plane, table, host_table, length
+    def __init__(self, plane: torch.Tensor, table: LaneTable, length: int) -> None:
+        self.plane, self.table, self._length = plane, table, length
+
+    @staticmethod
+    def append_together(pieces: Sequence[Paged], new: torch.Tensor) -> list[torch.Tensor]:
+        """`append` for several sequences of one layer, one entry of each: new [sequences, *shape]."""
+        plane = pieces[0].plane
+        assert all(piece.plane is plane for piece in pieces), "pieces are of different layers"
+        torch._foreach_copy_([piece._next() for piece in pieces], list(new.unbind()))
+        for piece in pieces:
+            piece._length += 1
+        counts = tuple([piece._pages for piece in pieces])
+        found = plane.index_select(0, _joined(tuple([piece.table for piece in pieces]), counts)).flatten(0, 1)
+        starts = accumulate((count * plane.shape[1] for count in counts), initial=0)
+        return [found[start : start + piece._length] for start, piece in zip(starts, pieces, strict=False)]
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Add the entries [n, *shape] of the next tokens; return those of all tokens, a copy."""
         each, done = self.plane.shape[1], 0
-        assert self._length + len(new) <= self._host_table.capacity // (PAGE // each), "a sequence outgrew its claim"
+        pages = self.table.host
+        assert self._length + len(new) <= pages.capacity // (PAGE // each), "a sequence outgrew its claim"
         while done < len(new):
             number, start = divmod(self._length, each)
-            in_a_row = 1 if start else self._host_table.in_a_row(number, (len(new) - done) // each)
-            first = int(self._host_table.pages[number])
+            in_a_row = 1 if start else pages.in_a_row(number, (len(new) - done) // each)
+            first = int(pages.pages[number])
             if in_a_row > 1:  # whole pages at once
                 count = in_a_row * each
                 self.plane[first : first + in_a_row] = new[done : done + count].reshape(in_a_row, each, *new.shape[1:])
@@ -42,21 +67,38 @@ class Paged:
     @property
     def entries(self) -> torch.Tensor:
         """Those of all tokens so far, a copy."""
-        pages = -(-self._length // self.plane.shape[1])
-        return self.plane.index_select(0, self.table[:pages]).flatten(0, 1)[: self._length]
+        return self.plane.index_select(0, self.table.device[: self._pages]).flatten(0, 1)[: self._length]
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return len(self._host_table.pages) * self.plane[0].nbytes
+        return len(self.table.host.pages) * self.plane[0].nbytes
 
     def clone(self) -> Growing:
         """A copy in memory of its own."""
         entries = self.entries
-        room = len(self._host_table.pages) * self.plane.shape[1]
+        room = len(self.table.host.pages) * self.plane.shape[1]
         copy = Growing(room, *entries.shape[1:], dtype=entries.dtype, device=entries.device)
         copy.append(entries)
         return copy
+
+    @property
+    def _pages(self) -> int:
+        """Pages with entries."""
+        return -(-self._length // self.plane.shape[1])
+
+    def _next(self) -> torch.Tensor:
+        """Where the next entry lies."""
+        number, start = divmod(self._length, self.plane.shape[1])
+        assert number < len(self.table.host.pages), "a sequence outgrew its claim"
+        return self.plane[int(self.table.host.pages[number]), start]
+
+
+# Lanes get another page only once in so many steps.
+@lru_cache(maxsize=64)
+def _joined(tables: tuple[LaneTable, ...], counts: tuple[int, ...]) -> torch.Tensor:
+    """The first pages of several tables behind each other, on the device."""
+    return torch.cat([table.device[:count] for table, count in zip(tables, counts, strict=True)])
 
 
 class Window(Sliding):

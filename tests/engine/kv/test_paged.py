@@ -291,5 +291,5 @@ def test_the_tables_of_host_and_device_are_the_same(pair: Callable[[str], Any], 
     pieces = [piece.keys for piece in seat.state.pieces.values() if hasattr(piece, "keys")]
     assert pieces
     for piece in pieces:
-        assert np.array_equal(piece.table.numpy(), seat.claim.table.pages)
+        assert np.array_equal(piece.table.device.numpy(), seat.claim.table.pages)
     made.release(seat)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyio.engine.kv.pieces import Paged, Placed, Window
+from lazyio.engine.kv.pieces import LaneTable, Paged, Placed, Window
 from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.kv.tables import Table
 from lazyio.engine.state import Growing, Sliding
@@ -20,7 +20,7 @@ def entries(first: int, count: int) -> torch.Tensor:
 
 def paged(pages: list[int], ratio: int) -> Paged:
     plane = torch.full((max(pages) + 1, PAGE // ratio, 2), torch.nan)
-    return Paged(plane, Table(np.array(pages, np.int32)), torch.tensor(pages), 0)
+    return Paged(plane, LaneTable(Table(np.array(pages, np.int32)), torch.tensor(pages)), 0)
 
 
 @settings(deadline=None)
@@ -46,11 +46,32 @@ def test_paged_entries_are_those_of_a_window(pages: list[int], chunks: list[int]
     assert all(piece.plane[page].isnan().all() for page in range(len(piece.plane)) if page not in used)
 
 
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(0, 2 * PAGE - 3), min_size=1, max_size=3), ratio=st.sampled_from([1, 4]))
+def test_steps_of_several_sequences_are_those_of_each(lengths: list[int], ratio: int) -> None:
+    plane = torch.full((9, PAGE // ratio, 2), torch.nan)
+    tables = [np.array([7 - 2 * i, 2 + 2 * i], np.int32) for i in range(len(lengths))]
+    pieces = [Paged(plane, LaneTable(Table(table), torch.tensor(table.tolist())), 0) for table in tables]
+    windows = [Growing(2 * PAGE // ratio, 2, dtype=torch.float32, device=CPU) for _ in lengths]
+    for number, (piece, window, length) in enumerate(zip(pieces, windows, lengths, strict=True)):
+        if length // ratio:
+            piece.append(entries(1000 * number, length // ratio))
+            window.append(entries(1000 * number, length // ratio))
+    for step in range(2):
+        new = entries(-10 * step - 10, len(pieces))
+        expected = Growing.append_each(windows, new)
+        for found, wanted in zip(Growing.append_each(pieces, new), expected, strict=True):
+            assert torch.equal(found, wanted)
+            assert found.is_contiguous()
+
+
 def test_a_sequence_that_outgrows_its_pages() -> None:
     piece = paged([3, 1], 4)
     piece.append(entries(0, 128))
     with pytest.raises(AssertionError, match="outgrew its claim"):
         piece.append(entries(128, 1))
+    with pytest.raises(AssertionError, match="outgrew its claim"):
+        Growing.append_each([piece], entries(128, 1))
 
 
 def test_a_clone_of_paged_entries_goes_its_own_way() -> None:

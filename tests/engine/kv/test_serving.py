@@ -232,8 +232,9 @@ def replied(folder: Path, prompts: list[list[int]], **given: Any) -> tuple[list[
             return seen[-1]
 
         llm.scheduler._forward.logits = noted  # type: ignore[method-assign]
-        known = [llm.generate(prompt, max_tokens=6)[0].account.known_tokens for prompt in prompts]
-        return known, [each.cpu() for each in seen]
+        at_once = [prompts] if llm.parallel > 1 else [[prompt] for prompt in prompts]
+        found = [completion for some in at_once for completion in llm.generate(some, max_tokens=6)]
+        return [each.account.known_tokens for each in found], [each.cpu() for each in seen]
 
 
 @pytest.mark.gpu
@@ -253,3 +254,16 @@ def test_on_a_gpu(name: str, dtype: str, saved: Saved) -> None:
     known, found = replied(folder, [first[:300], other], **paged)
     assert known == [0, PAGE]
     assert torch.equal(torch.cat(found[6:]), torch.cat(fresh))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ALL)
+def test_several_at_once_on_a_gpu(name: str, saved: Saved) -> None:
+    """Steps of several sequences, whose pages are read together, are those of windows bit for bit."""
+    pair, folder = saved(name)
+    prompts = [pair.tokens(length, seed=length) for length in (PAGE - 2, 40, 300, 2 * PAGE)]
+    given = {"dtype": "bfloat16", "parallel": 4}
+    _, expected = replied(folder, prompts, **given)
+    _, found = replied(folder, prompts, kv_pages=80, poison_state=True, prefix_reuse=False, **given)
+    assert torch.equal(torch.cat(found), torch.cat(expected))
