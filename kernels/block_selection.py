@@ -54,6 +54,11 @@ class Selected:
         entries = (order.to(torch.int32) << BITS) | sees.gather(1, order)
         return cls(entries, (sees != 0).sum(1, dtype=torch.int32), tokens, group, ratio)
 
+    def behind(self, start: int) -> Selected:
+        """Those of the tokens from `start`, which begins a group."""
+        first = start // self.group
+        return replace(self, entries=self.entries[first:], counts=self.counts[first:], tokens=self.tokens - start)
+
     def mask(self, blocks: int) -> torch.Tensor:
         """Which blocks each token sees, bool [tokens, blocks]."""
         groups, capacity = self.entries.shape
@@ -93,8 +98,7 @@ def select_blocks(
     for start in range(0, len(queries), at_once):
         some = queries[start : start + at_once]
         scores = block_scores(some, keys, before + start, ratio=ratio, width=width)
-        chosen = _choose(scores, before + start, count, ratio)
-        _unite(chosen, group, selected.entries[start // group :], selected.counts[start // group :])
+        _choose(scores, before + start, count, ratio, selected.behind(start))
     return selected
 
 
@@ -111,7 +115,7 @@ def select_steps(
     # The block that a token lies in may be one more.
     selected, width = _empty(queries, len(most) + 1, count, ratio, 1), _rounded(len(most) + 1)
     scores = block_scores(queries, most, 0, ratio=ratio, width=width, steps=(keys, positions))
-    _unite(_choose(scores, 0, count, ratio, positions), 1, selected.entries, selected.counts)
+    _choose(scores, 0, count, ratio, selected, positions)
     return selected
 
 
@@ -156,32 +160,31 @@ def block_scores(
 
 
 def _choose(
-    scores: torch.Tensor, before: int, count: int, ratio: int, positions: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Which blocks each token sees, int8 [tokens, width] like its scores."""
+    scores: torch.Tensor, before: int, count: int, ratio: int, selected: Selected, positions: torch.Tensor | None = None
+) -> None:
+    """Write what each token sees to its list, or to those of groups, of which these are the first."""
     tokens, width = scores.shape
-    chosen = torch.empty(tokens, width, dtype=torch.int8, device=scores.device)
-    tile = _power_of_2(width)
+    tile, lists = _power_of_2(width), selected.group == 1
+    chosen = selected.entries if lists else torch.empty(tokens, width, dtype=torch.int8, device=scores.device)
+    capacity = selected.entries.shape[1]
     _bodies().choose[(tokens,)](
-        *(scores, chosen, scores if positions is None else positions, before, count, width),
+        *(scores, chosen, selected.entries, selected.counts, scores if positions is None else positions),
+        *(before, count, width, capacity),
         STEPS=positions is not None,
+        LISTS=lists,
         RATIO=ratio,
-        TILE=tile,
-        num_warps=_warps_of(tile),
-    )
-    return chosen
-
-
-def _unite(chosen: torch.Tensor, group: int, entries: torch.Tensor, counts: torch.Tensor) -> None:
-    tokens, width = chosen.shape
-    tile = _power_of_2(width)
-    _bodies().unite[(-(-tokens // group),)](
-        *(chosen, entries, counts, tokens, width, entries.shape[1]),
-        GROUP=group,
         BITS=BITS,
         TILE=tile,
         num_warps=_warps_of(tile),
     )
+    if not lists:
+        _bodies().unite[(-(-tokens // selected.group),)](
+            *(chosen, selected.entries, selected.counts, tokens, width, capacity),
+            GROUP=selected.group,
+            BITS=BITS,
+            TILE=tile,
+            num_warps=_warps_of(tile),
+        )
 
 
 @dataclass(frozen=True, slots=True)

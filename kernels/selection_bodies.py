@@ -59,13 +59,18 @@ def score(
 @triton.jit(do_not_specialize=["before", "count"])
 def choose(
     scores: tl.tensor,  # float32 [tokens, width]
-    chosen: tl.tensor,  # int8 [tokens, width]
+    chosen: tl.tensor,  # int8 [tokens, width], unless LISTS
+    entries: tl.tensor,  # int32 [tokens, capacity], where LISTS: those of a list for each token
+    counts: tl.tensor,  # int32 [tokens]
     positions: tl.tensor,  # int64 [tokens], where STEPS
     before: tl.tensor,
     count: tl.tensor,
     width: tl.tensor,
+    capacity: tl.tensor,
     STEPS: tl.constexpr,
+    LISTS: tl.constexpr,
     RATIO: tl.constexpr,
+    BITS: tl.constexpr,
     TILE: tl.constexpr,  # a power of 2, no less than the columns
 ) -> None:
     """Which blocks a query sees: the best of the complete ones, and the one that it lies in if that isn't complete."""
@@ -90,7 +95,10 @@ def choose(
         room = count - tl.sum(above.to(tl.int32), 0)
         best = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
     tail = (column == complete) & (length % RATIO != 0)
-    tl.store(chosen + token * width + column, (best | tail).to(tl.int8), mask=column < width)
+    if LISTS:
+        _list((best | tail).to(tl.int32), column, entries + token * capacity, counts + token, BITS)
+    else:
+        tl.store(chosen + token * width + column, (best | tail).to(tl.int8), mask=column < width)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -113,7 +121,13 @@ def unite(
         token = group * GROUP + i
         columns = tl.where(token < tokens, width, 0)
         sees |= tl.load(chosen + token * width + column, mask=column < columns, other=0).to(tl.int32) << i
+    _list(sees, column, entries + group * capacity, counts + group, BITS)
+
+
+@triton.jit
+def _list(sees: tl.tensor, column: tl.tensor, entries: tl.tensor, count: tl.tensor, BITS: tl.constexpr) -> None:
+    """Store the entries of what any token sees, and how many they are."""
     seen = sees != 0
     place = tl.cumsum(seen.to(tl.int32), 0) - 1
-    tl.store(entries + group * capacity + place, (column << BITS) | sees, mask=seen)
-    tl.store(counts + group, tl.sum(seen.to(tl.int32), 0))
+    tl.store(entries + place, (column << BITS) | sees, mask=seen)
+    tl.store(count, tl.sum(seen.to(tl.int32), 0))

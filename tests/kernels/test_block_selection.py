@@ -19,6 +19,7 @@ from lazyio.kernels.block_selection import (
     Arguments,
     Selected,
     _choose,
+    _empty,
     block_scores,
     reference,
     select_blocks,
@@ -69,10 +70,13 @@ def with_ties(kind: str, tokens: int, columns: int, device: torch.device) -> tor
 
 @pytest.mark.parametrize("kind", ["floats", "integers", "zeros", "extremes"])
 @pytest.mark.parametrize("count", [1, 16, 37])
-def test_of_given_scores_the_best_are_those_of_the_layer(kind: str, count: int, device: torch.device):
+@pytest.mark.parametrize("group", [1, 4])
+def test_of_given_scores_the_best_are_those_of_the_layer(kind: str, count: int, group: int, device: torch.device):
     tokens, before, width = 11, 190, 64
     given = with_ties(kind, tokens, width, device)
-    found = _choose(given, before, count, 4) != 0
+    lists = _empty(given, width, count, 4, group)
+    _choose(given, before, count, 4, lists)
+    found = lists.mask(width)
     seen = visible(tokens, before, width, device)
     expected = (best(given.masked_fill(~seen, -1), count)) & seen
     length = before + 1 + torch.arange(tokens, device=device)[:, None]

@@ -284,7 +284,7 @@ shape = dict(RATIO=4, HEADS=4, DIM=128, ROWS=config.rows, COLUMNS=config.columns
 for steps in (False, True):
     name = "score of steps" if steps else "score"
     compiled(name, selection_bodies, "score", config.warps, 3, **{**shape, "STEPS": steps, "UNIT": 8})
-compiled("choose", selection_bodies, "choose", 8, 3, STEPS=True, RATIO=4, TILE=8192)
+compiled("choose", selection_bodies, "choose", 8, 3, STEPS=True, LISTS=True, BITS=BITS, RATIO=4, TILE=8192)
 compiled("unite", selection_bodies, "unite", 8, 3, GROUP=5, BITS=BITS, TILE=8192)
 """
 
