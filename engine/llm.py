@@ -206,18 +206,7 @@ class LLM:
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         plans = [self._plan(prompt, max_tokens, stop) for prompt in each_prompt(prompts)]
         requests = [self._request(plan, sampling) for plan in plans]
-        try:
-            for request in requests:
-                self.scheduler.add(request)
-            for request in requests:
-                while not request.ended:
-                    self.scheduler.step()
-                    failed = next((each for each in requests if each.error is not None), None)
-                    if failed is not None and failed.error is not None and raise_errors:
-                        raise failed.error
-        finally:
-            for request in requests:
-                self.scheduler.cancel(request)
+        self._serve(requests, raise_errors=raise_errors)
         return [Completion.of(request) for request in requests]
 
     def cuts(self, tokens: int) -> list[int]:
@@ -265,6 +254,20 @@ class LLM:
         tokens = token_ids(prompt, lambda: self.text, self._vocab)
         check_length(len(tokens), max_tokens, self._max_tokens)
         return tokens, *self._stops((stop,) if isinstance(stop, str | int) else stop)
+
+    def _serve(self, requests: Sequence[Request], *, raise_errors: bool) -> None:
+        try:
+            for request in requests:
+                self.scheduler.add(request)
+            for request in requests:
+                while not request.ended:
+                    self.scheduler.step()
+                    error = next((each.error for each in requests if each.error is not None), None)
+                    if error is not None and raise_errors:
+                        raise error
+        finally:
+            for request in requests:
+                self.scheduler.cancel(request)
 
     def _request(self, plan: Plan, sampling: Sampling) -> Request:
         meter = Meter(len(plan.tokens), self.table, on_cuda=self.device.type == "cuda")

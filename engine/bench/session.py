@@ -68,6 +68,10 @@ class EngineRequest:
             raise SettingError("--streams measures decode steps, and --decode is 0: give a number of them")
         return [int(word) for word in words]
 
+    def heats(self) -> list[bool]:
+        """Whether prompts are warm: once, or both."""
+        return [warm for warm, asked in ((False, self.cold or not self.warm), (True, self.warm)) if asked]
+
 
 def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]:
     """Measure what is asked for; the outcome so far, whenever a prompt or the decode steps are done.
@@ -81,12 +85,11 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
     of_a_stream, of_streams = together.most_tokens
     decode = request.context + request.decode if request.decode else 0
     most = max([*lengths, decode, of_a_stream, queue.tokens_each if queue.arms else 0])
-    # Before anything is opened, and minutes of loading.
     text = max(most, of_streams, queue.most_tokens)
+    # Before anything is opened, and minutes of loading.
     tokens, source = tokens_of(request.ids, text, _vocab_of(request, most), request.seed)
     with LLM(request.path, **request.model) as llm, ExitStack() as stack:
-        assert llm.table is not None
-        assert llm.feed is not None
+        assert llm.table is not None and llm.feed is not None
         check_state(llm.model, most)
         spec = llm.table.spec
         rig = Rig(llm.model, spec, llm.feed.row_ids, request.table_options, stack)
@@ -94,12 +97,10 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
         subject = _subject(llm, source)
         llm.table.close()  # what it has mapped could not be made cold
         make_cold(spec)
-        heats = [warm for warm, asked in ((False, request.cold or not request.warm), (True, request.warm)) if asked]
         bench = PromptBench(rig, ways, request.rounds, request.seed)
-        steps = request.rounds * (len(ways) + 1)
-        with Watch(console, steps) as watch:
+        with Watch(console, request.rounds * (len(ways) + 1)) as watch:
             outcome = EngineOutcome(subject, ways, [])
-            for length, warm in product(lengths, heats):
+            for length, warm in product(lengths, request.heats()):
                 measured = bench.measure(tokens[:length], cuts[length], warm=warm, watch=watch)
                 outcome.prompts.append(measured)
                 yield outcome
