@@ -89,17 +89,16 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
     # Before anything is opened, and minutes of loading.
     tokens, source = tokens_of(request.ids, text, _vocab_of(request, most), request.seed)
     with LLM(request.path, **request.model) as llm, ExitStack() as stack:
-        assert llm.table is not None and llm.feed is not None
+        assert llm.table is not None
+        assert llm.feed is not None
         check_state(llm.model, most)
-        spec = llm.table.spec
-        rig = Rig(llm.model, spec, llm.feed.row_ids, request.table_options, stack)
+        rig = Rig(llm.model, llm.table.spec, llm.feed.row_ids, request.table_options, stack)
         cuts = {length: llm.cuts(length) for length in lengths}
-        subject = _subject(llm, source)
         llm.table.close()  # what it has mapped could not be made cold
-        make_cold(spec)
+        make_cold(rig.spec)
         bench = PromptBench(rig, ways, request.rounds, request.seed)
         with Watch(console, request.rounds * (len(ways) + 1)) as watch:
-            outcome = EngineOutcome(subject, ways, [])
+            outcome = EngineOutcome(_subject(llm, source), ways, [])
             for length, warm in product(lengths, request.heats()):
                 measured = bench.measure(tokens[:length], cuts[length], warm=warm, watch=watch)
                 outcome.prompts.append(measured)
