@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from lazyio.engine import LLM
+from lazyio.engine import LLM, Sampling
 from lazyio.engine.kv.paged import Paged
 from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.kv.prefixes import Prefixes
+from lazyio.engine.sampling import Following
 from lazyio.errors import ModelError, NeverFits, NoRoom, SettingError
 
 ALL = ("qwen4_exp", "gemma4", "gemma3n", "qwen3_5", "qwen3_5_moe")
@@ -118,6 +119,64 @@ def test_batch_invariant_replies_do_not_depend_on_what_is_known(saved: Saved) ->
     with opened(folder, ubatch=512, mixed=256, batch_invariant=True, prefix_reuse=False) as (llm, expected):
         llm.generate(second, max_tokens=5)
     assert torch.equal(torch.cat(seen), torch.cat(expected))
+
+
+class Recording(Following):
+    """Follows a text, and keeps the logits of each step."""
+
+    def __init__(self, text: list[int], vocab: int) -> None:
+        super().__init__(text, vocab)
+        self.logits: list[torch.Tensor] = []
+
+    @property
+    def is_greedy(self) -> bool:
+        return False
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        self.logits.append(logits.clone())
+        return super().choose(logits)
+
+
+def followed(llm: LLM, texts: list[tuple[list[int], list[int]]]) -> tuple[list[torch.Tensor], list[int]]:
+    """The logits after which each prompt goes on as given, and how many of its tokens were known."""
+    samplers, requests = [], []
+    for prompt, text in texts:
+        request = llm._request(llm._plan(prompt, len(text), ()), Sampling())
+        request.sampler = sampler = Recording(text, llm.model.vocab)
+        llm.scheduler.add(request)
+        samplers.append(sampler)
+        requests.append(request)
+    while llm.scheduler.step():
+        pass
+    assert all(request.error is None for request in requests)
+    known = [request.meter.account(0).known_tokens for request in requests]
+    return [torch.stack(sampler.logits) for sampler in samplers], known
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_streams_that_begin_alike_are_each_as_if_alone(name: str, saved: Saved, agree: Callable[..., None]) -> None:
+    """Later ones are resumed from what earlier ones, which still go on, have left at a page edge."""
+    pair, folder = saved(name)
+    first, replies = pair.tokens(2 * PAGE), (9, 3, 5, 2, 7, 4, 6, 8)
+    texts = []
+    for number, reply in enumerate(replies):
+        own = pair.tokens(30 + number, seed=20 + number)
+        texts.append(([*first[: PAGE + 10 * number], *own[:-reply]], own[-reply:]))
+    for invariant in (True, False):
+        given: dict[str, Any] = {"ubatch": 512, "mixed": 256, "batch_invariant": invariant}
+        alone = []
+        with opened(folder, prefix_reuse=False, **given) as (llm, _):
+            alone = [followed(llm, [text])[0][0] for text in texts]
+        for streams in (1, 2, 4, 8):
+            with opened(folder, pages=150, parallel=streams, **given) as (llm, _):
+                found, known = followed(llm, texts)
+            assert known[0] == 0
+            assert known[-1] >= PAGE or streams == 8
+            for one, expected in zip(found, alone, strict=True):
+                if invariant:
+                    assert torch.equal(one, expected)
+                else:
+                    agree(one, expected)
 
 
 @pytest.mark.parametrize("name", ["qwen4_exp", "gemma4"])
