@@ -281,7 +281,7 @@ def test_a_pool_as_large_as_can_be_made_use_of(saved: Saved, monkeypatch: pytest
 
 def replied(folder: Path, prompts: list[list[int]], **given: Any) -> tuple[list[int], list[torch.Tensor]]:
     """Tokens of prompts that were known, and the logits that the tokens of replies were chosen by."""
-    given = {"device": "cuda", "ubatch": 512, "mixed": 256, **given}
+    given = {"device": "cuda", "ubatch": PAGE, "mixed": PAGE, **given}
     with LLM(folder, **given) as llm:
         seen: list[torch.Tensor] = []
         logits = llm.scheduler._forward.logits
