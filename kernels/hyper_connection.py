@@ -1,7 +1,7 @@
 """Hyper-connections on a GPU: what a block gave added to all streams and their norm in one pass, and the mixing.
 
-`connect`, `lower` and `mix` launch the bodies, which are in hyper_connection_bodies.py; for many tokens the product
-with W_down is the library's. engine/layers/hyper_connection.py has the formulas, and their source.
+`connect` and `mix` launch the bodies, which are in hyper_connection_bodies.py; the product with W_down, between them,
+is the library's. engine/layers/hyper_connection.py has the formulas, and their source.
 """
 
 from __future__ import annotations
@@ -61,12 +61,10 @@ class Config:
 CONNECT = (2, 4)
 #: The first that has room for the tokens. Chosen for four streams of 2,560 and rank 320 on an H200.
 MIX = (Config(16, 16, 16, 4, 3, True), Config(1 << 62, 64, 32, 4, 3, False))
-#: Tokens at most, columns of a program of `lower`, its share of the width, its warps and stages.
-LOWER = (16, 32, 1280, 4, 4)
 #: Columns of a program of `blend`, and its warps.
 BLEND = (1024, 4)
-# Of the rank, and of the width in `lower`, multiplied at once.
-_PART, _LOWER_PART = 64, 128
+# Of the rank, multiplied at once.
+_PART = 64
 
 
 def supports(dtype: torch.dtype, streams: int, hidden: int) -> bool:
@@ -106,44 +104,11 @@ def connect(streams: torch.Tensor, count: int, given: Given | None = None, norm:
     return Connected(after, normed, logits)
 
 
-def lower(normed: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """W_down u in shares, float32 [shares, tokens, rank], whose sum `mix` takes: for few tokens, see `lowers`.
-
-    normed [tokens, width] and down [rank, width], contiguous and of one dtype. On the current stream; never waits.
-    """
-    tokens, width = normed.shape
-    most, columns, share, warps, stages = LOWER
-    assert tokens <= most, "there are more tokens than a program has"
-    assert down.shape[1] == width, "W_down is [rank, streams * hidden]"
-    assert down.dtype == normed.dtype, "matrices are of one dtype"
-    assert down.is_contiguous(), "W_down is not contiguous"
-    assert normed.is_contiguous(), "the norm is not contiguous"
-    assert down.device == normed.device, "tensors are on different devices"
-    low = torch.empty(-(-width // share), tokens, len(down), device=normed.device)
-    _bodies().lower[(-(-len(down) // columns), len(low))](
-        *(normed, down, low, tokens),
-        WIDTH=width,
-        RANK=len(down),
-        ROWS=_power(max(most, 16)),
-        COLUMNS=columns,
-        SHARE=share,
-        PART=_LOWER_PART,
-        num_warps=warps,
-        num_stages=stages,
-    )
-    return low
-
-
-def lowers(tokens: int) -> bool:
-    """Whether `lower` is faster for so many tokens than the library's product."""
-    return tokens <= LOWER[0]
-
-
 def mix(low: torch.Tensor, up: torch.Tensor, normed: torch.Tensor, count: int) -> torch.Tensor:
     """The input of a block, [tokens, hidden]: mean over streams of sigmoid(W_up silu(low / count)) * normed.
 
-    low [tokens, rank], up [count * hidden, rank], normed [tokens, count * hidden]: contiguous, of one dtype. `low` may
-    be what `lower` gives, too. On the current stream; never waits. Raises as `connect` does.
+    low [tokens, rank], up [count * hidden, rank], normed [tokens, count * hidden]: contiguous, of one dtype. On the
+    current stream; never waits. Raises as `connect` does.
     """
     return _mixed(low, up, normed, count, next(config for config in MIX if len(normed) <= config.tokens))
 
@@ -166,10 +131,10 @@ def blend(gate: torch.Tensor, normed: torch.Tensor, count: int) -> torch.Tensor:
 def _mixed(low: torch.Tensor, up: torch.Tensor, normed: torch.Tensor, count: int, config: Config) -> torch.Tensor:
     _check_mix(low, up, normed, count)
     hidden = normed.shape[1] // count
-    tokens, shares = len(normed), len(low) if low.ndim == 3 else int(config.activate)
+    tokens = len(normed)
     out = torch.empty(tokens, hidden, dtype=normed.dtype, device=normed.device)
     _bodies().mix[(-(-tokens // config.rows), -(-hidden // config.width))](
-        *(low if shares else functional.silu(low / count), up, normed, out, tokens),
+        *(low if config.activate else functional.silu(low / count), up, normed, out, tokens),
         STREAMS=count,
         HIDDEN=hidden,
         RANK=up.shape[1],
@@ -177,7 +142,7 @@ def _mixed(low: torch.Tensor, up: torch.Tensor, normed: torch.Tensor, count: int
         ROWS=config.rows,
         WIDTH=config.width,
         PART=_PART,
-        SHARES=shares,
+        ACTIVATE=config.activate,
         num_warps=config.warps,
         num_stages=config.stages,
     )
@@ -242,10 +207,9 @@ def _check(streams: torch.Tensor, count: int, given: Given | None, norm: Norm | 
 
 def _check_mix(low: torch.Tensor, up: torch.Tensor, normed: torch.Tensor, count: int) -> None:
     _check(normed, count, None, None)
-    assert low.shape[-2:] == (len(normed), up.shape[1]), "low is [tokens, rank]"
+    assert low.shape == (len(normed), up.shape[1]), "low is [tokens, rank]"
     assert len(up) == normed.shape[1], "W_up is [streams * hidden, rank]"
-    assert up.dtype == normed.dtype, "matrices are of one dtype"
-    assert low.dtype == (torch.float32 if low.ndim == 3 else up.dtype), "low is of the matrices' dtype, shares float32"
+    assert low.dtype == up.dtype == normed.dtype, "matrices are of one dtype"
     assert low.is_contiguous(), "low is not contiguous"
     assert up.is_contiguous(), "W_up is not contiguous"
     assert low.device == up.device == normed.device, "tensors are on different devices"
@@ -285,21 +249,19 @@ class Arguments:
         )
 
     def run(self) -> list[torch.Tensor]:
-        """Streams, norm, logits; and the input of a block by each launch of `mix`, after `lower`, and by `blend`."""
+        """Streams, norm, logits; and the input of a block by each launch of `mix`, and by `blend`."""
         after, normed, logits = connect(self.streams, self.count, self.given, self.norm)
         assert normed is not None
         assert logits is not None
         low = normed @ self.down.T
         gate = functional.silu(low / self.count) @ self.up.T
         mixed = [_mixed(low, self.up, normed, self.count, config) for config in MIX]
-        if lowers(len(normed)):
-            mixed.append(mix(lower(normed, self.down), self.up, normed, self.count))
         return [after, normed, logits, *mixed, blend(gate, normed, self.count)]
 
     def expected(self) -> list[torch.Tensor]:
         """The same by `reference`."""
         *rest, mixed = reference(self.streams, self.count, self.given, self.norm, self.down, self.up)
-        return [*rest, *[mixed] * (len(MIX) + 1 + lowers(len(self.streams)))]
+        return [*rest, *[mixed] * (len(MIX) + 1)]
 
 
 def _cases() -> Sequence[Case[Arguments]]:
@@ -366,5 +328,5 @@ KERNEL = Kernel(
     reference=Arguments.expected,
     cases=_cases(),
     controls=CONTROLS,
-    bodies=lambda: [_bodies().connect, _bodies().lower, _bodies().mix, _bodies().blend],
+    bodies=lambda: [_bodies().connect, _bodies().mix, _bodies().blend],
 )

@@ -67,36 +67,8 @@ def connect(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def lower(
-    normed: tl.tensor,  # [tokens, WIDTH]
-    down: tl.tensor,  # [RANK, WIDTH]
-    low: tl.tensor,  # float32 [shares, tokens, RANK]
-    tokens: tl.tensor,
-    WIDTH: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,  # tokens, or more
-    COLUMNS: tl.constexpr,  # of a program
-    SHARE: tl.constexpr,  # of the width, summed by a program
-    PART: tl.constexpr,  # of it, multiplied at once
-) -> None:
-    """W_down u for few tokens: so many programs share a sum that all of the GPU reads the weights."""
-    token, rank = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    exists, within = token < tokens, rank < RANK
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for at in range(0, SHARE, PART):
-        value = tl.program_id(1) * SHARE + at + tl.arange(0, PART)
-        has = value < WIDTH
-        u = tl.load(normed + token[:, None] * WIDTH + value[None, :], mask=exists[:, None] & has[None, :], other=0.0)
-        place = rank[None, :] * WIDTH + value[:, None]
-        weights = tl.load(down + place, mask=within[None, :] & has[:, None], other=0.0)
-        total = tl.dot(u, weights, total, input_precision="ieee")
-    place = (tl.program_id(1) * tokens + token)[:, None] * RANK + rank[None, :]
-    tl.store(low + place, total, mask=exists[:, None] & within[None, :])
-
-
-@triton.jit(do_not_specialize=["tokens"])
 def mix(
-    low: tl.tensor,  # [tokens, RANK]; or float32 [SHARES, tokens, RANK], whose sum is meant
+    low: tl.tensor,  # [tokens, RANK]
     up: tl.tensor,  # [STREAMS * HIDDEN, RANK]
     normed: tl.tensor,  # [tokens, STREAMS * HIDDEN]
     out: tl.tensor,  # [tokens, HIDDEN]
@@ -108,7 +80,7 @@ def mix(
     ROWS: tl.constexpr,  # tokens of a program
     WIDTH: tl.constexpr,  # its columns of HIDDEN
     PART: tl.constexpr,  # of RANK, multiplied at once
-    SHARES: tl.constexpr,  # of low, before its activation; 0 if it comes activated
+    ACTIVATE: tl.constexpr,  # low comes before its activation
 ) -> None:
     """The input of a block, for some tokens and columns, which all streams have side by side in one product."""
     # Programs that share columns of `up`, the larger operand of steps, follow on each other.
@@ -124,11 +96,8 @@ def mix(
         rank = at + tl.arange(0, PART)
         has = exists[:, None] & (rank < RANK)[None, :]
         inputs = tl.load(low + rank[None, :], mask=has, other=0.0)
-        if SHARES > 0:
-            for share in tl.static_range(1, SHARES):
-                inputs += tl.load(low + share * tokens * RANK + rank[None, :], mask=has, other=0.0)
-            # As the product would be rounded, were it stored.
-            x = inputs.to(normed.dtype.element_ty).to(tl.float32) / STREAMS
+        if ACTIVATE:
+            x = inputs.to(tl.float32) / STREAMS
             inputs = (x * tl.sigmoid(x)).to(normed.dtype.element_ty)
         of_rank = within[None, :] & (rank < RANK)[:, None]
         weights = tl.load(up + channel[None, :] * RANK + rank[:, None], mask=of_rank, other=0.0)

@@ -39,8 +39,7 @@ from lazyio.ple.dtypes import TYPES
 
 HIDDEN, COUNT, RANK, VALUES, HEADS, TAPS, DILATION, EPS = 2560, 4, 320, 2560, 16, 4, 3, 1e-6
 WIDTH = COUNT * HIDDEN
-KERNELS, AGAIN, TORCH = "kernels", "kernels again", "torch"
-STORED, LIBRARY = "kernels, the gate stored", "kernels, W_down by the library"
+KERNELS, AGAIN, TORCH, STORED = "kernels", "kernels again", "torch", "kernels, the gate stored"
 Way = Callable[[], Sequence[torch.Tensor]]
 console = Console(width=120)
 
@@ -117,11 +116,7 @@ def connection(tokens: int, device: torch.device) -> dict[str, Way]:
         with changed(layers, "_plain", lambda linear, _: weight if linear is layer.block_inject_weight else None):
             return run()
 
-    def by_library() -> list[torch.Tensor]:
-        with changed(layers, "lowers", lambda _: False):
-            return run()
-
-    return {KERNELS: run, TORCH: plain, STORED: stored, LIBRARY: by_library, AGAIN: run}
+    return {KERNELS: run, TORCH: plain, STORED: stored, AGAIN: run}
 
 
 def connection_bytes(tokens: int) -> int:
@@ -234,16 +229,14 @@ def sweep_launches(connection: dict[str, Way], block: dict[str, Way], tokens: in
     mixes = hyper_connection.MIX
     chosen = next(config for config in mixes if tokens <= config.tokens)
     place = mixes.index(chosen)
-    few = tokens <= 16
+    sizes = ((16,), (16, 32)) if tokens <= 16 else ((64, 128), (32, 64))
     of_mix = [
         (*mixes[:place], replace(chosen, rows=r, width=w, warps=n, stages=s), *mixes[place + 1 :])
-        for r, w, n, s in itertools.product(*(((16,), (16, 32)) if few else ((64, 128), (32, 64))), (4, 8), (2, 3, 4))
+        for r, w, n, s in itertools.product(*sizes, (4, 8), (2, 3, 4))
     ]
-    of_lower = [(16, *one) for one in itertools.product((16, 32, 64), (640, 1280, 2560), (4, 8), (4,))]
     bodies: list[tuple[Any, str, Sequence[object], Way]] = [
         (hyper_connection, "CONNECT", list(itertools.product((1, 2, 4), (2, 4, 8))), connection[KERNELS]),
         (hyper_connection, "MIX", of_mix, connection[KERNELS]),
-        (hyper_connection, "LOWER", of_lower if few else [], connection[KERNELS]),
         (hyper_connection, "BLEND", list(itertools.product((512, 1024, 4096), (2, 4, 8))), connection[STORED]),
         (ple_block, "CONVOLVE", list(itertools.product((8, 16, 32), (128, 256, 512), (4, 8))), block[KERNELS]),
     ]

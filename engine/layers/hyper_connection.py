@@ -22,7 +22,7 @@ from torch.nn import functional
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import RmsNorm
 from lazyio.kernels.contract import usable
-from lazyio.kernels.hyper_connection import Given, Norm, blend, connect, lower, lowers, mix, supports
+from lazyio.kernels.hyper_connection import Given, Norm, blend, connect, mix, supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,9 @@ class _Mixing(nn.Module):
         self.input_mix_weight_up = Linear(rank, streams * hidden)
 
     def _mix(self, normed: torch.Tensor, fused: bool) -> torch.Tensor:
-        up, down = (_plain(one, normed.dtype) for one in (self.input_mix_weight_up, self.input_mix_weight_down))
-        if fused and up is not None and down is not None and lowers(len(normed)):
-            return mix(lower(normed, down), up, normed, self.streams)
         low = self.input_mix_weight_down(normed)
-        if fused and up is not None:
+        up = _plain(self.input_mix_weight_up, normed.dtype) if fused else None
+        if up is not None:
             return mix(low, up, normed, self.streams)
         gate = self.input_mix_weight_up(functional.silu(low / self.streams))
         if fused:

@@ -14,7 +14,7 @@ from lazyio.engine.layers import hyper_connection as layers
 from lazyio.engine.layers.hyper_connection import HyperConnection, StreamMixer, Streams
 from lazyio.engine.layers.linear import Linear
 from lazyio.errors import Unsupported
-from lazyio.kernels.hyper_connection import Arguments, blend, connect, lower, mix, supports
+from lazyio.kernels.hyper_connection import Arguments, blend, connect, mix, supports
 
 HIDDEN, COUNT, RANK = 24, 3, 5
 
@@ -91,15 +91,14 @@ def test_layers_with_kernels_are_those_without(net, packed: bool, tokens: int, d
         return [after.now(), mixer(after)]
 
     launched = []
-    for name in ("connect", "lower", "mix", "blend"):
+    for name in ("connect", "mix", "blend"):
         kernel = getattr(layers, name)
         monkeypatch.setattr(
             layers, name, lambda *given, kernel=kernel, name=name: launched.append(name) or kernel(*given)
         )
     fused = outputs()
-    usual = ["lower", "mix"] if tokens <= 16 else ["mix"]
-    first, second, last = [["blend"], usual, ["blend"]] if packed else [usual] * 3
-    assert launched == ["connect", *first, "connect", *second, "connect", "connect", *last]
+    first, second, last = ["blend", "mix", "blend"] if packed else ["mix"] * 3
+    assert launched == ["connect", first, "connect", second, "connect", "connect", last]
     monkeypatch.setattr(Streams, "fused", False)
     for found, expected in zip(fused, outputs(), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
@@ -148,18 +147,6 @@ def launch_both(given: Arguments) -> None:
     mix(given.streams[:, :RANK].contiguous(), given.up, given.streams, given.count)
 
 
-def test_lower_is_a_product_in_shares(device: torch.device):
-    made = torch.Generator(device).manual_seed(0)
-    normed, down = (torch.randn(n, 1500, generator=made, device=device) for n in (3, 40))
-    shares = lower(normed, down)
-    assert shares.shape == (2, 3, 40)
-    torch.testing.assert_close(shares.sum(0), normed @ down.T, rtol=1e-4, atol=1e-4)
-    with pytest.raises(AssertionError):
-        lower(normed.repeat(6, 1), down)
-    with pytest.raises(AssertionError):
-        lower(normed, down[:, 1:])
-
-
 def test_a_gate_of_other_streams_is_never_launched():
     with pytest.raises(AssertionError):
         blend(torch.zeros(5, 8), torch.zeros(5, 16), 2)
@@ -182,25 +169,22 @@ import json
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from lazyio.kernels import hyper_connection_bodies as bodies
-from lazyio.kernels.hyper_connection import BLEND, CONNECT, LOWER, MIX
+from lazyio.kernels.hyper_connection import BLEND, CONNECT, MIX
 
 shape = dict(STREAMS=4, HIDDEN=2560)
 floats, whole = {"logits": "*fp32", "injected": "*fp32", "eps": "fp32"}, {"tokens": "i32"}
 rows, warps = CONNECT
 runs = [("connect", dict(BLOCK=4096, ROWS=rows, PARTS=4, NORM=True, INJECT=True), warps, 3)]
-_, columns, share, warps, stages = LOWER
-runs.append(("lower", dict(WIDTH=10240, RANK=320, ROWS=16, COLUMNS=columns, SHARE=share, PART=128), warps, stages))
-for one, shares in ((MIX[0], 10240 // share), *((one, int(one.activate)) for one in MIX)):
-    sizes = dict(RANK=320, BESIDE=4, ROWS=one.rows, WIDTH=one.width, PART=64, SHARES=shares)
+for one in MIX:
+    sizes = dict(RANK=320, BESIDE=4, ROWS=one.rows, WIDTH=one.width, PART=64, ACTIVATE=one.activate)
     runs.append(("mix", sizes, one.warps, one.stages))
 runs.append(("blend", dict(WIDTH=BLEND[0]), BLEND[1], 3))
 for name, constants, warps, stages in runs:
     body = getattr(bodies, name)
-    constants = {**(shape if name != "lower" else {}), **constants}
-    wide = {"low": "*fp32"} if name == "lower" or constants.get("SHARES", 0) > 1 else {}
+    constants = {**shape, **constants}
     at = {argument: (body.arg_names.index(argument),) for argument in body.arg_names}
     types = {
-        argument: "constexpr" if argument in constants else {**floats, **whole, **wide}.get(argument, "*bf16")
+        argument: "constexpr" if argument in constants else {**floats, **whole}.get(argument, "*bf16")
         for argument in at
     }
     source = ASTSource(
@@ -221,8 +205,8 @@ def test_bodies_compile_for_an_h200():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [name for name, _, _ in compiled] == ["connect", "lower", "mix", "mix", "mix", "blend"]
+    assert [name for name, _, _ in compiled] == ["connect", "mix", "mix", "blend"]
     for name, shared_bytes, text in compiled:
         assert shared_bytes <= 100_000  # so that two programs have room beside each other
         assert "ld.global.v4" in text or "cp.async.cg.shared.global" in text, name
-    assert "wgmma.mma_async" in compiled[4][2]
+    assert "wgmma.mma_async" in compiled[2][2]
