@@ -94,8 +94,9 @@ class Chunk:
     def torch(self, backend: SDPBackend) -> torch.Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (self.q, self.k, self.v))
         with sdpa_kernel(backend):
-            if self.before == 0:
-                out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            if self.before == 0 or len(self.q) == 1:  # one token sees all keys
+                causal = len(self.q) > 1
+                out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
             else:
                 bias = causal_lower_right(len(self.q), len(self.k))
                 out = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
@@ -133,7 +134,7 @@ def main(
             compare(title, ways_of_prompt(prompt, chunk), None, rounds)
         for length in map(int, steps.split(",")):
             given = Chunk.random(1, length, 0.0, device)
-            compare(f"a step at {length:,}", ways_of_step(given), given, rounds)
+            compare(f"a step at {length:,}", ways_of(given), given, rounds)
         for length, alike in itertools.product(lengths, (0.0, 0.9)):
             if alike == 0 or length > RATIO * COUNT:
                 given = Chunk.random(min(chunk, length), length, alike, device)
@@ -161,13 +162,6 @@ def ways_of(given: Chunk) -> Ways:
     if selected is None:
         return ways
     return {**selecting, **ways, MASKED: given.masked, AGAIN: both}
-
-
-def ways_of_step(given: Chunk) -> Ways:
-    ways = ways_of(given)
-    del ways[FLASH]
-    # All keys are seen: no mask. As the layers do it.
-    return {**ways, FLASH: lambda: attend(given.q, given.k, given.v, scale=DIM**-0.5, allowed=None)}
 
 
 def ways_of_prompt(prompt: Chunk, chunk: int) -> Ways:

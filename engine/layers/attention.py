@@ -17,6 +17,8 @@ def attend(
     q [tokens, heads, dim]; k, v [keys, kv_heads, dim], of which each serves heads / kv_heads query heads in order;
     allowed bool [tokens, keys], or None where all are.
     """
+    if allowed is None and len(q) == 1 and _has_kernel(q, k):
+        return attend_causal(q, k, v, scale=scale)
     shared = q.shape[1] // k.shape[1]
     if allowed is None:
         return _attend_all(q, k, v, shared, scale)
@@ -28,10 +30,13 @@ def attend(
 
 def attend_before(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
     """`attend` of the last tokens of k and v, of each to the keys up to its own."""
-    tokens, heads, dim = q.shape
-    if tokens > 1 and usable(q.device) and supports(heads, k.shape[1], dim):
+    if _has_kernel(q, k):
         return attend_causal(q, k, v, scale=scale)
-    return attend(q, k, v, scale=scale, allowed=causal(tokens, len(k), q.device))
+    return attend(q, k, v, scale=scale, allowed=causal(len(q), len(k), q.device))
+
+
+def _has_kernel(q: torch.Tensor, k: torch.Tensor) -> bool:
+    return usable(q.device) and supports(q.shape[1], k.shape[1], q.shape[2])
 
 
 def _attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: int, scale: float) -> torch.Tensor:

@@ -52,7 +52,9 @@ def test_scores_are_those_of_the_layer(tokens: int, dtype: torch.dtype, device: 
     found = block_scores(given.queries, given.keys, 211, ratio=4, width=80)
     expected = scores(given.queries, given.keys)
     seen = visible(tokens, 211, len(given.keys), device)
-    torch.testing.assert_close(found[:, : len(given.keys)][seen], expected[seen], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found[:, : len(given.keys)][seen], expected[seen], rtol=1e-5, atol=1e-5 if device.type == "cpu" else 1e-4
+    )
 
 
 def with_ties(kind: str, tokens: int, columns: int, device: torch.device) -> torch.Tensor:

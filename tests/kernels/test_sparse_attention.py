@@ -56,7 +56,7 @@ def test_parts_together_are_the_whole(tokens: int, count: int, device: torch.dev
     in_parts = given.found()[0]
     monkeypatch.setattr(sparse_attention, "_PROGRAMS", 1)
     whole = given.found()[0]
-    assert relative(in_parts, whole) < 1e-6
+    assert relative(in_parts, whole) < (1e-6 if device.type == "cpu" else 1e-5)
     assert not torch.equal(in_parts, whole)  # they were summed in another order
 
 
@@ -81,7 +81,7 @@ def test_a_token_is_the_same_in_any_chunk_and_behind_it_lies_anything(count: int
             mask = selected.mask(36)[first:last, : -(-(118 + last) // 4)]
             selected = Selected.of(mask, group_of(last - first, 6, 2, torch.float32, device), 4)
         part = replace(given, q=given.q[first:last], k=k, v=v, selected=selected)
-        assert relative(part.found()[0], whole[first:last]) < 1e-6
+        assert relative(part.found()[0], whole[first:last]) < (1e-6 if device.type == "cpu" else 1e-5)
 
 
 @pytest.mark.parametrize("count", [0, 9])

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lazyio.engine.layers.attention import attend, causal
+from lazyio.engine.layers import attention
+from lazyio.engine.layers.attention import attend, attend_before, causal
 
 CPU = torch.device("cpu")
 
@@ -44,3 +45,24 @@ def test_with_a_window_only_the_last_so_many():
     one = causal(1, 4, CPU, 3)
     assert one is not None
     assert one.tolist() == [[False, True, True, True]]
+
+
+def test_one_token_and_the_last_of_several_see_all_keys(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    launched = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+        launched.append(len(q))
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(attention, "attend_causal", kernel)
+    q, k = torch.ones(2, 4, 16), torch.ones(5, 2, 16)
+    for usable in (True, False):
+        monkeypatch.setattr(attention, "usable", lambda _, usable=usable: usable)
+        found = [
+            attend(q[:1], k, k, scale=1.0, allowed=None),
+            attend_before(q, k, k, scale=1.0),
+            attend(q, k, k, scale=1.0, allowed=torch.ones(2, 5, dtype=torch.bool)),
+        ]
+        assert [bool(one.any()) for one in found] == [not usable, not usable, True]
+    assert launched == [1, 2]
