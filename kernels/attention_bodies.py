@@ -19,7 +19,7 @@ from lazyio.kernels.block_selection import BITS as _BITS
 BITS = tl.constexpr(_BITS)
 
 
-@triton.jit(do_not_specialize=["tokens", "before", "span", "capacity"])
+@triton.jit(do_not_specialize=["tokens", "before", "size", "span", "capacity"])
 def attend(
     q: tl.tensor,  # [tokens, HEADS, DIM]
     k: tl.tensor,  # [keys, HEADS / EACH, DIM]
@@ -33,6 +33,7 @@ def attend(
     weights: tl.tensor,  # float32 [groups, HEADS / EACH, parts, 2, ROWS]
     tokens: tl.tensor,
     before: tl.tensor,  # tokens of the sequence before the first of these
+    size: tl.tensor,  # tokens of a group
     span: tl.tensor,  # keys of a part, a multiple of KEYS
     capacity: tl.tensor,
     scale: tl.tensor,  # of the scores, in powers of 2
@@ -42,7 +43,6 @@ def attend(
     Q_STRIDE: tl.constexpr,  # elements from a token to the next
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
-    GROUP: tl.constexpr,  # tokens
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     RATIO: tl.constexpr,  # tokens of a block
@@ -58,15 +58,15 @@ def attend(
         k += tl.load(places + group) * UNIT
         v += tl.load(places + tokens + group) * UNIT
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
-    token = group * GROUP + row // EACH
-    live = (row < GROUP * EACH) & (token < tokens)
+    token = group * size + row // EACH
+    live = (row < size * EACH) & (token < tokens)
     head = tl.program_id(1) * EACH + row % EACH
     place = token.to(tl.int64)[:, None] * Q_STRIDE + head[:, None] * DIM + dim[None, :]
     queries = tl.load(q + place, mask=live[:, None], other=0.0)
     k += tl.program_id(1) * DIM
     v += tl.program_id(1) * DIM
     last = before + token
-    end = before + tl.minimum((group + 1) * GROUP, tokens)
+    end = before + tl.minimum((group + 1) * size, tokens)
     start = tl.program_id(2) * span
     found = tl.zeros((ROWS, DIM), tl.float32)
     most, total = tl.full((ROWS,), -1e30, tl.float32), tl.zeros((ROWS,), tl.float32)
@@ -75,9 +75,9 @@ def attend(
         count = tl.load(counts + group)
         stop = tl.minimum(start + span, count * RATIO)
         # All blocks but those that the tokens lie in, the last of the list, are complete with all tokens.
-        complete = count - ((end - 1) // RATIO - (before + group * GROUP) // RATIO + 1)
+        complete = count - ((end - 1) // RATIO - (before + group * size) // RATIO + 1)
         whole = _whole(start, tl.minimum(stop, complete * RATIO), KEYS)
-        lane, within, bit = tl.arange(0, KEYS // RATIO), tl.arange(0, KEYS) % RATIO, 1 << (row // EACH)
+        lane, within, bit = tl.arange(0, KEYS // RATIO), tl.arange(0, KEYS) % RATIO, 1 << tl.minimum(row // EACH, 31)
         for at in range(start, whole, KEYS):
             entry = _of_keys(tl.load(entries + at // RATIO + lane), RATIO)
             position = (entry >> BITS) * RATIO + within
@@ -96,7 +96,7 @@ def attend(
     else:
         stop = tl.minimum(start + span, end)
         # Up to here all tokens see all keys.
-        whole = _whole(start, tl.minimum(stop, before + group * GROUP + 1), KEYS)
+        whole = _whole(start, tl.minimum(stop, before + group * size + 1), KEYS)
         for at in range(start, whole, KEYS):
             position = at + tl.arange(0, KEYS)
             found, most, total = _tile(
@@ -179,24 +179,24 @@ def _row_of(position: tl.tensor) -> tl.tensor:
     return position
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["size", "parts"])
 def combine(
     partial: tl.tensor,
     weights: tl.tensor,
     out: tl.tensor,
+    size: tl.tensor,
     parts: tl.tensor,
     HEADS: tl.constexpr,
     EACH: tl.constexpr,
     DIM: tl.constexpr,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,  # a power of 2, no less than the parts
     WIDTH: tl.constexpr,  # dimensions that a program takes
 ) -> None:
     """The output of one token and head from its parts, some dimensions of it."""
     token, head = tl.program_id(0), tl.program_id(1)
-    row = token % GROUP * EACH + head % EACH
-    place = (token // GROUP * (HEADS // EACH) + head // EACH).to(tl.int64) * parts
+    row = token % size * EACH + head % EACH
+    place = (token // size * (HEADS // EACH) + head // EACH).to(tl.int64) * parts
     part = tl.arange(0, PARTS)
     dim = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     there = part < parts

@@ -164,7 +164,7 @@ def _choose(
 ) -> None:
     """Write what each token sees to its list, or to those of groups, of which these are the first."""
     tokens, width = scores.shape
-    tile, lists = _power_of_2(width), selected.group == 1
+    tile, lists = max(1024, _power_of_2(width)), selected.group == 1
     chosen = selected.entries if lists else torch.empty(tokens, width, dtype=torch.int8, device=scores.device)
     capacity = selected.entries.shape[1]
     _bodies().choose[(tokens,)](
@@ -179,8 +179,7 @@ def _choose(
     )
     if not lists:
         _bodies().unite[(-(-tokens // selected.group),)](
-            *(chosen, selected.entries, selected.counts, tokens, width, capacity),
-            GROUP=selected.group,
+            *(chosen, selected.entries, selected.counts, tokens, width, capacity, selected.group),
             BITS=BITS,
             TILE=tile,
             num_warps=_warps_of(tile),

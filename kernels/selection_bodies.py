@@ -101,7 +101,7 @@ def choose(
         tl.store(chosen + token * width + column, (best | tail).to(tl.int8), mask=column < width)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "size"])
 def unite(
     chosen: tl.tensor,  # int8 [tokens, width]
     entries: tl.tensor,  # int32 [groups, capacity]
@@ -109,7 +109,7 @@ def unite(
     tokens: tl.tensor,
     width: tl.tensor,
     capacity: tl.tensor,
-    GROUP: tl.constexpr,
+    size: tl.tensor,  # tokens of a group
     BITS: tl.constexpr,  # of an entry, that say which tokens of the group see the block
     TILE: tl.constexpr,
 ) -> None:
@@ -117,8 +117,8 @@ def unite(
     group = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     sees = tl.zeros((TILE,), tl.int32)
-    for i in range(GROUP):
-        token = group * GROUP + i
+    for i in range(size):
+        token = group * size + i
         columns = tl.where(token < tokens, width, 0)
         sees |= tl.load(chosen + token * width + column, mask=column < columns, other=0).to(tl.int32) << i
     _list(sees, column, entries + group * capacity, counts + group, BITS)

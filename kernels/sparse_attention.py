@@ -92,9 +92,10 @@ def attend_selected(
 ) -> torch.Tensor:
     """`attend_causal` over the keys in selected blocks alone. Every token must see a key."""
     _check(q, k, v)
+    config = _fitting(STEP if len(q) == 1 else SELECTED, q.dtype, q.device)
     assert selected.tokens == len(q), "blocks were selected for other tokens"
     assert selected.ratio in _RATIOS, "tiles have no whole blocks"
-    config = _fitting(STEP if len(q) == 1 else SELECTED, q.dtype, q.device)
+    assert selected.group * (q.shape[1] // k.shape[1]) <= config.rows or selected.group == 1, "groups are too large"
     return _launch(q, k, v, len(k), selected, scale, config, selected.group)
 
 
@@ -132,7 +133,7 @@ def _launch(
     steps: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
-    rows = max(16, 1 << (group * (heads // kv_heads) - 1).bit_length())
+    rows = max(config.rows, 1 << (heads // kv_heads - 1).bit_length())
     groups = -(-tokens // group)
     slots = keys if selected is None else selected.entries.shape[1] * selected.ratio
     parts, span = _parts(groups * kv_heads, slots, config.keys)
@@ -141,11 +142,11 @@ def _launch(
     if parts > 1:
         partial = torch.empty(groups, kv_heads, parts, rows, dim, device=q.device)
         weights = torch.empty(groups, kv_heads, parts, 2, rows, device=q.device)
-    shape = {"HEADS": heads, "EACH": heads // kv_heads, "DIM": dim, "GROUP": group, "ROWS": rows}
+    shape = {"HEADS": heads, "EACH": heads // kv_heads, "DIM": dim, "ROWS": rows}
     lists = (out, out) if selected is None else (selected.entries, selected.counts)
     _bodies().attend[(groups, kv_heads, parts)](
-        *(q, k, v, *lists, *(steps or (out, out)), out, partial, weights, tokens, keys - tokens, span),
-        *(lists[0].shape[1], scale * math.log2(math.e)),
+        *(q, k, v, *lists, *(steps or (out, out)), out, partial, weights, tokens, keys - tokens),
+        *(group, span, lists[0].shape[1], scale * math.log2(math.e)),
         **{**shape, "Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "V_STRIDE": v.stride(0)},
         KEYS=config.keys,
         RATIO=1 if selected is None else selected.ratio,
@@ -159,7 +160,7 @@ def _launch(
     if parts > 1:
         width = min(32, dim)
         _bodies().combine[(tokens, heads, dim // width)](
-            partial, weights, out, parts, **shape, PARTS=1 << (parts - 1).bit_length(), WIDTH=width
+            partial, weights, out, group, parts, **shape, PARTS=64 if parts <= 64 else _PROGRAMS, WIDTH=width
         )
     return out
 

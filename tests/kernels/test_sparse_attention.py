@@ -274,10 +274,10 @@ def compiled(name, module, body, warps, stages, **constants):
 
 for name, [config, *_] in {"causal": CAUSAL[2], "selected": SELECTED[2], "step": STEP[2]}.items():
     selected, split = name != "causal", name == "step"
-    shape = {**heads, "GROUP": max(1, config.rows // 12), "ROWS": config.rows, "KEYS": config.keys}
+    shape = {**heads, "ROWS": config.rows, "KEYS": config.keys}
     shape |= {"RATIO": 4 if selected else 1, "SELECTED": selected, "SPLIT": split, "STEPS": split, "UNIT": 8}
     compiled(name, attention_bodies, "attend", config.warps, config.stages, **shape)
-shape = dict(HEADS=24, EACH=12, DIM=256, GROUP=1, ROWS=16, PARTS=64, WIDTH=32)
+shape = dict(HEADS=24, EACH=12, DIM=256, ROWS=16, PARTS=64, WIDTH=32)
 compiled("combine", attention_bodies, "combine", 4, 1, **shape)
 config = SCORE[False]
 shape = dict(RATIO=4, HEADS=4, DIM=128, ROWS=config.rows, COLUMNS=config.columns, OPERAND=tl.bfloat16)
@@ -285,7 +285,7 @@ for steps in (False, True):
     name = "score of steps" if steps else "score"
     compiled(name, selection_bodies, "score", config.warps, 3, **{**shape, "STEPS": steps, "UNIT": 8})
 compiled("choose", selection_bodies, "choose", 8, 3, STEPS=True, LISTS=True, BITS=BITS, RATIO=4, TILE=8192)
-compiled("unite", selection_bodies, "unite", 8, 3, GROUP=5, BITS=BITS, TILE=8192)
+compiled("unite", selection_bodies, "unite", 8, 3, BITS=BITS, TILE=8192)
 """
 
 
