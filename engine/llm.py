@@ -26,7 +26,7 @@ from lazyio.engine.sampling import Sampler, Sampling
 from lazyio.engine.scheduler import Scheduler
 from lazyio.engine.sequence import TokenSequence
 from lazyio.engine.text.text import Text, open_text
-from lazyio.engine.weights.load import load_model, open_source, outline
+from lazyio.engine.weights.load import check_room, load_model, open_source, outline
 from lazyio.engine.writing import Plan, Writing
 from lazyio.errors import ModelError, SettingError
 from lazyio.ple.cuts import fixed_cuts
@@ -110,6 +110,7 @@ class LLM:
         if before_loading is not None:
             before_loading(self)
         self.trunk = plan_weights(source, shape, self.device, self.dtype, load_format, weights, trunk)
+        check_room(self.trunk)  # before a table is loaded, which takes minutes
         with ExitStack() as stack:
             if found is not None:
                 self.table = open_beside(found[0], self.trunk, lazy_mode, table_options)

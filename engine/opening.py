@@ -12,8 +12,9 @@ from lazyio import settings
 from lazyio.engine.feed import FirstRowBeyond
 from lazyio.engine.models import Model
 from lazyio.engine.weights.source import Source
-from lazyio.engine.weights.trunk import Trunk, plan_dummy, plan_trunk, stays_packed
+from lazyio.engine.weights.trunk import Trunk, check_kernels, plan_dummy, plan_trunk
 from lazyio.errors import ModelError, SettingError, Unsupported
+from lazyio.kernels.packed import PACKED_TYPES
 from lazyio.overlay import Overlay
 from lazyio.ple.rowids import RowIds, row_ids_of
 from lazyio.ple.spec import TableSpec
@@ -90,17 +91,23 @@ def plan_weights(
     Raises SettingError for what would be ignored, and what `plan_trunk` and `plan_dummy` raise. What comes from the
     environment is left alone where it has no effect.
     """
-    held = settings.resolve("weights", weights)
-    if load_format != "dummy":
-        if trunk is not None:
-            raise SettingError(f"trunk is {trunk}, and only weights with load_format 'dummy' can be of any type")
-        return plan_trunk(source, model, device=device, dtype=dtype, weights=held)
-    stored = settings.resolve("trunk", trunk)
-    if stored is None and weights not in (None, "auto"):
-        raise SettingError(f"weights {weights} has no effect with load_format 'dummy' and no trunk: leave it out")
-    planned = plan_dummy(model, device=device, dtype=dtype, weights=held, trunk=stored)
-    if planned.packed_types:
-        stays_packed("packed", device)
+    held, stored = settings.resolve("weights", weights), settings.resolve("trunk", trunk)
+    if load_format == "dummy":
+        planned = plan_dummy(model, device=device, dtype=dtype, weights=held, trunk=stored)
+        if planned.packed_types:
+            check_kernels(device, "leave trunk out")
+        elif weights is not None and held != "auto":
+            of = f"trunk {stored}" if stored else "no trunk"
+            raise SettingError(f"weights {held} has no effect with load_format 'dummy' and {of}: leave it out")
+        return planned
+    if trunk is not None and stored is not None:
+        raise SettingError(f"trunk is {stored}, and only weights with load_format 'dummy' can be of any type")
+    planned = plan_trunk(source, model, device=device, dtype=dtype, weights=held)
+    if weights is not None and held == "packed" and not planned.packed_types:
+        raise SettingError(
+            f"weights packed has no effect: {source.path} has no matrix that can stay packed ({planned}): leave it "
+            f"out, or take a file of {', '.join(sorted(PACKED_TYPES))}"
+        )
     return planned
 
 

@@ -43,8 +43,6 @@ _FP8 = "F8_E4M3"
 _BYTES = ("Q8_0", _FP8)
 # Bits that codes have above 4.
 _HIGH_BITS = {"Q5_0": 1, "Q5_1": 1, "Q5_K": 1, "Q6_K": 2}
-# Rows that are looked through at once for values that are no numbers.
-_ROWS_AT_ONCE = 1 << 14
 # Values of the words that hold their codes together.
 _WHOLE = 64
 
@@ -306,32 +304,6 @@ def _fp8_values(weight: PackedWeight) -> torch.Tensor:
         number = torch.arange(weight.shape[dimension], device=codes.device) // size
         scales = scales.index_select(dimension, number)
     return codes.contiguous().view(torch.float8_e4m3fn).float() * scales
-
-
-def check_finite(weight: PackedWeight, name: str) -> None:
-    """Raise ModelError, naming the tensor and the first row, for a value that is no number. Waits for the device."""
-    for plane in weight.planes[1:]:
-        paired = plane.dtype == _WORD and plane is not weight.pointers()[1]
-        floats = plane.view(_HALF) if paired else plane
-        if floats.is_floating_point() and not bool((finite := floats.isfinite()).all()):
-            place = (~finite).nonzero()[0].tolist()
-            row = place[-2] * (weight.block[0] if weight.block else 1)
-            _raise_damaged(weight, name, f"a scale that is {floats[tuple(place)].item()}", row, place[:-2])
-    if weight.stored == _FP8:
-        rows = weight.planes[0].view(torch.uint8).flatten(0, -2)
-        for number, part in enumerate(torch.split(rows, _ROWS_AT_ONCE)):
-            if bool((wrong := (part & 127) == 127).any()):
-                row = number * _ROWS_AT_ONCE + int(wrong.nonzero()[0, 0])
-                expert = [row // weight.shape[-2]] if len(weight.shape) == 3 else []
-                _raise_damaged(weight, name, "a value that is nan", row % weight.shape[-2], expert)
-
-
-def _raise_damaged(weight: PackedWeight, name: str, what: str, row: int, expert: list[int]) -> None:
-    place = f"row {row}" + (f" of expert {expert[0]}" if expert else "")
-    raise ModelError(
-        f"{name} ({weight.stored} {list(weight.shape)}) has {what}, in {place}: the file is damaged, or was made from "
-        "a model with such values; get it anew"
-    )
 
 
 # --- random weights --------------------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from lazyio.engine.layers.packed import cut
+from lazyio.engine.weights.finite import check_packed, check_values
 from lazyio.engine.weights.fp8 import FP8_TYPES, read_scale, scaled
 from lazyio.engine.weights.reading import LANDING_BYTES, FileOnce, Landing
 from lazyio.engine.weights.source import Part
-from lazyio.kernels.packed import PackedWeight, check_finite, pack_into
+from lazyio.kernels.packed import PackedWeight, pack_into
 from lazyio.ple.codec import decode
 from lazyio.ple.dtypes import TYPES
 
@@ -27,7 +28,10 @@ _OF_TORCH = {
 
 
 def fill(parameter: torch.Tensor, part: Part, file: FileOnce, landing: Landing) -> None:
-    """Read a part from its file, and give its place in the parameter its values, in the parameter's dtype."""
+    """Read a part from its file, and give its place in the parameter its values, in the parameter's dtype.
+
+    Raises ModelError where a quantised value is no finite number.
+    """
     shape = part.stored.shape or (1,)
     target = parameter[part.into].view(shape)
     if part.change is None:
@@ -41,7 +45,7 @@ def fill(parameter: torch.Tensor, part: Part, file: FileOnce, landing: Landing) 
 def fill_packed(weight: PackedWeight, part: Part, file: FileOnce, landing: Landing) -> None:
     """Read a part from its file and put its rows, packed as they are, in their place in the weight.
 
-    Raises ModelError where a scale is no finite number.
+    Raises ModelError where a scale or value is no finite number.
     """
     own, stored, kind = cut(weight, part.into), part.stored, TYPES[weight.stored]
     row_bytes = kind.row_bytes(weight.shape[-1])
@@ -57,7 +61,7 @@ def fill_packed(weight: PackedWeight, part: Part, file: FileOnce, landing: Landi
             pack_into(cut(own, box), raw)
     if part.scale is not None:
         own.planes[1].copy_(read_scale(stored, part.scale, weight.device).view(own.planes[1].shape))
-    check_finite(own, f"{stored.path}: {stored.name}")
+    check_packed(own, f"{stored.path}: {stored.name}")
     if part.tiles is not None and part.tiles.dim == 0:
         for plane in own.planes:
             plane.copy_(part.tiles.undo(plane))
@@ -80,6 +84,8 @@ def _fill_whole(target: torch.Tensor, part: Part, file: FileOnce, landing: Landi
             values = _values(piece, stored.dtype).view(sizes).to(target.device, non_blocking=True)
             if part.scale is not None and scales is not None:
                 values = scaled(values, scales, part.scale.block, box)
+            if not _plain(part):
+                check_values(values, f"{stored.path}: {stored.name}", stored.dtype, stored.shape, first)
             target[box].copy_(values)
 
 
@@ -91,9 +97,12 @@ def _values(piece: torch.Tensor, stored: str) -> torch.Tensor:
 
 def _values_at_once(part: Part, landing: Landing) -> int:
     """As many as a piece holds, as stored and, where they become float32 on the way, as that."""
-    stored = TYPES[part.stored.dtype]
-    plain = part.stored.dtype in _OF_TORCH and part.scale is None
-    return landing.piece_bytes // (stored.block_bytes if plain else 4)
+    return landing.piece_bytes // (TYPES[part.stored.dtype].block_bytes if _plain(part) else 4)
+
+
+def _plain(part: Part) -> bool:
+    """Whether values are as they are stored."""
+    return part.stored.dtype in _OF_TORCH and part.scale is None
 
 
 def _boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[Box, int]]:

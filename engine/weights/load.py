@@ -58,12 +58,10 @@ def load_model(trunk: Trunk, *, progress: Progress | None = None, seed: int = 0)
     Weights that are read do not stay in the page cache; the table is not loaded. Random ones are the same for a `seed`
     on every device of one type. `progress` is called with bytes read so far and bytes to read in all.
 
-    Raises Unsupported for a device that is not there, NeverFits where memory is too little, before anything is loaded;
-    ModelError where files are damaged or change
-    meanwhile, or where a scale of packed weights is no finite number.
+    Raises what `check_room` raises, before anything is loaded; ModelError where files are damaged or change meanwhile,
+    or where a quantised value or its scale is no finite number.
     """
-    check_device(trunk.device)
-    check_memory(trunk, passing_bytes(step.part for step in trunk.steps) if trunk.steps else 0)
+    check_room(trunk)
     if trunk.steps is None:
         fill_dummy(trunk, seed)
     else:
@@ -73,6 +71,12 @@ def load_model(trunk: Trunk, *, progress: Progress | None = None, seed: int = 0)
     for name, other in trunk.model.tied.items():
         trunk.put(name, trunk.model.weight(other))
     return trunk.model.eval()
+
+
+def check_room(trunk: Trunk) -> None:
+    """Raise Unsupported for a device that is not there, NeverFits where memory is too little to load a trunk."""
+    check_device(trunk.device)
+    check_memory(trunk, passing_bytes(step.part for step in trunk.steps) if trunk.steps else 0)
 
 
 def _stream(trunk: Trunk, steps: Sequence[Step], progress: Progress | None) -> None:

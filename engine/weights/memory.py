@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lazyio.engine.weights.trunk import Trunk
+from lazyio.engine.weights.trunk import Trunk, lack_of
 from lazyio.errors import NeverFits
 from lazyio.host import available_memory_bytes
 from lazyio.kernels.packed import PACKED_TYPES
@@ -40,11 +40,11 @@ def _check(trunk: Trunk, passing: int, left: int, where: str, instead: str) -> N
 
 def _smaller(trunk: Trunk) -> Iterator[str]:
     """Settings and files that would take less."""
-    if trunk.note:
+    if trunk.note and not lack_of(trunk.device):
         yield "weights packed"
     if any(form.why for form in trunk.forms.values()):
         yield f"a file of types that need not be expanded: {', '.join(sorted(PACKED_TYPES))}"
-    if trunk.dtype.itemsize > 2:
+    if trunk.dtype.itemsize > 2 and 2 * trunk.packed_bytes < trunk.weights_bytes:
         yield "dtype bfloat16"
 
 

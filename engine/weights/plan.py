@@ -71,7 +71,7 @@ def _misfits(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> list[s
         if _without_ones(wanted) != _without_ones(stored.shape):
             found.append(f"{stored.name} is {list(stored.shape)} and should be {list(wanted)} for {name}")
         elif not _decodes(stored.dtype):
-            found.append(f"{stored.name} is of type {stored.dtype}, which can't be read as weights")
+            found.append(f"{stored.name} is of type {stored.dtype}, which can't be read as weights: take another file")
     if not found and filled != math.prod(shape):
         found.append(f"{name} has {math.prod(shape)} values, of which {filled} are stored")
     return found

@@ -79,6 +79,11 @@ class Trunk:
         return sum(form.nbytes for form in self.forms.values())
 
     @property
+    def packed_bytes(self) -> int:
+        """Bytes of those that stay packed."""
+        return sum(form.nbytes for form in self.forms.values() if form.packed)
+
+    @property
     def scratch_bytes(self) -> int:
         """What a GPU takes for the values of the largest packed matrix, while a prompt is multiplied by it."""
         if self.device.type != "cuda":
@@ -109,7 +114,7 @@ class Trunk:
     def __str__(self) -> str:
         """Bytes by what they are of, for people: one line."""
         values = str(self.dtype).removeprefix("torch.")
-        packed = sum(form.nbytes for form in self.forms.values() if form.packed)
+        packed = self.packed_bytes
         said = f"{format_bytes(self.weights_bytes)} of {values}"
         if packed:
             said = (
@@ -166,7 +171,9 @@ def plan_dummy(
     """
     _check(dtype)
     if trunk is not None and _DTYPES.get(trunk, dtype) != dtype:
-        raise SettingError(f"trunk is {trunk}, and dtype is {_name(dtype)}: leave one of them out")
+        raise SettingError(
+            f"trunk is {trunk}, and dtype is {_name(dtype)}: set dtype to {_name(_DTYPES[trunk])}, or leave trunk out"
+        )
     if trunk in _DTYPES:
         trunk = None
     if trunk is not None and weights == "dequantised":
@@ -202,15 +209,26 @@ def stays_packed(weights: str, device: torch.device) -> tuple[bool, str]:
     if device.type == "cpu":
         # Each use would take the values of a whole matrix first, which costs many times what multiplying does.
         return weights == "packed", "on the CPU that is faster"
-    if usable(device):
-        return True, ""
-    lack = "Triton is not installed"
-    if has_triton():
-        major, minor = torch.cuda.get_device_capability(device)
-        lack = f"{device} has compute capability {major}.{minor}, and kernels need 8.0"
     if weights == "packed":
-        raise Unsupported(f"packed weights need kernels that can't run here: {lack}; set weights to dequantised")
-    return False, lack
+        check_kernels(device, "set weights to dequantised")
+    lack = lack_of(device)
+    return not lack, lack
+
+
+def check_kernels(device: torch.device, advice: str) -> None:
+    """Raise Unsupported, with the advice, for a device that can't multiply by packed weights."""
+    if lack := lack_of(device):
+        raise Unsupported(f"packed weights need kernels that can't run here: {lack}; {advice}")
+
+
+def lack_of(device: torch.device) -> str:
+    """Why a device can't multiply by packed weights, empty if it can."""
+    if device.type == "cpu" or usable(device):
+        return ""
+    if not has_triton():
+        return "Triton is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{device} has compute capability {major}.{minor}, and kernels need 8.0"
 
 
 def _whole_blocks(stored: str, inputs: int) -> str | None:
@@ -237,10 +255,10 @@ def _form(shape: tuple[int, ...], parts: Sequence[Part], dtype: torch.dtype, *, 
 def _why_not(shape: tuple[int, ...], parts: Sequence[Part], block: tuple[int, int] | None) -> str:
     """Why the stored parts of a parameter can't be held as they are, empty if they can."""
     stored = {part.stored.dtype for part in parts}
-    if not stored <= PACKED_TYPES:
-        return "no kernel"
     if len(stored) > 1:
         return "parts of different types"
+    if not stored <= PACKED_TYPES:
+        return "no kernel"
     if stored == {_FP8} and block is None:
         return "scales of which blocks are no blocks of the whole"
     if any(len(part.into) >= len(shape) for part in parts) or any(map(_why_not_changed, parts)):

@@ -10,7 +10,7 @@ from gguf.quants import dequantize
 
 from lazyio.errors import ModelError, Unsupported
 from lazyio.kernels import packed
-from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, check_finite, empty, pack, pack_into, reference_dequantise
+from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, empty, pack, pack_into, reference_dequantise
 from lazyio.ple.dtypes import TYPES
 
 GGUF = sorted(PACKED_TYPES - {"F8_E4M3"})
@@ -94,38 +94,11 @@ def test_planes_are_hardly_larger_than_the_file(stored: str):
 def test_random_weights_have_the_spread_asked_for(stored: str):
     made = torch.Generator().manual_seed(0)
     weight = packed.random(stored, (2, 64, 1024), torch.device("cpu"), made, 0.02)
-    check_finite(weight, "w")
     values = reference_dequantise(weight)
     assert values.isfinite().all()
     assert values.std().item() == pytest.approx(0.02, rel=0.15)
     assert abs(values.mean().item()) < 0.003
     assert values[0, 0].unique().numel() > 12
-
-
-@pytest.mark.parametrize("stored", GGUF)
-def test_damaged_scales_are_found(stored: str):
-    for place in SCALES[stored]:
-        raw = rows(stored, (3, 4, 512))
-        check_finite(pack(raw, stored, (3, 4, 512)), "blk.0.ffn_up_exps.weight")
-        second = TYPES[stored].block_bytes // 2 + place
-        raw[2, 1].view(torch.float16)[second] = math.inf
-        with pytest.raises(ModelError, match=r"ffn_up_exps.*\[3, 4, 512\].*inf, in row 1 of expert 2"):
-            check_finite(pack(raw, stored, (3, 4, 512)), "blk.0.ffn_up_exps.weight")
-
-
-def test_damaged_scales_of_fp8_are_found():
-    weight = fp8((300, 200), (128, 128))
-    weight.planes[1][2, 0] = math.nan
-    with pytest.raises(ModelError, match="nan, in row 256:"):
-        check_finite(weight, "w")
-
-
-def test_nans_of_fp8_are_found():
-    weight = fp8((2, 30000, 40), (128, 128))
-    check_finite(weight, "w")
-    weight.planes[0].view(torch.uint8)[1, 20000, 3] = 0xFF
-    with pytest.raises(ModelError, match="a value that is nan, in row 20000 of expert 1:"):
-        check_finite(weight, "w")
 
 
 def test_what_can_not_be_packed_is_refused():

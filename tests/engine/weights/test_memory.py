@@ -80,6 +80,14 @@ def test_a_type_without_a_kernel_that_is_too_large_once_expanded() -> None:
     assert "or use a file of types that need not be expanded: F8_E4M3, IQ4_NL, Q4_0, " in str(caught.value)
 
 
-def test_weights_that_would_fit_packed() -> None:
-    with pytest.raises(NeverFits, match="or use weights packed, or another device"):
+@pytest.mark.parametrize(("lack", "said"), [("", "weights packed, or another device"), ("no Triton", "another device")])
+def test_weights_that_would_fit_packed(monkeypatch: pytest.MonkeyPatch, lack: str, said: str) -> None:
+    monkeypatch.setattr(memory, "lack_of", lambda device: lack)
+    with pytest.raises(NeverFits, match=f"free some of it, or use {said}$"):
         check_memory(trunk(CUDA, torch.bfloat16, Form((9 * GIB,), torch.bfloat16), note="as asked"), 0)
+
+
+def test_a_smaller_dtype_is_no_help_where_most_is_packed() -> None:
+    forms = Form((16, 1 << 30), torch.float32, "Q8_0"), Form((GIB,), torch.float32)
+    with pytest.raises(NeverFits, match=r"free some of it, or use a host with more memory$"):
+        check_memory(trunk(CPU, torch.float32, *forms), 0)

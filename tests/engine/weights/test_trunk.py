@@ -13,13 +13,16 @@ import torch
 from lazyio.engine import LLM
 from lazyio.engine.layers.moe import SparseMoe
 from lazyio.engine.models import Model
+from lazyio.engine.opening import plan_weights
 from lazyio.engine.synthetic import plan_model, write_folder, write_gguf
 from lazyio.engine.weights import trunk as trunk_module
 from lazyio.engine.weights.load import load_model, open_source, outline
+from lazyio.engine.weights.source import Part
 from lazyio.engine.weights.trunk import Trunk, plan_dummy, plan_trunk
 from lazyio.errors import ModelError, SettingError, Unsupported
 from lazyio.forms import TRUNK_TYPES
 from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, random, reference_dequantise
+from lazyio.ple.checkpoint import StoredTensor
 from lazyio.ple.gguf import open_gguf
 from lazyio.units import format_bytes
 
@@ -244,7 +247,15 @@ def test_norms_and_routers_stay_values() -> None:
     [
         ({"trunk": "Q4_0"}, "trunk is Q4_0, and only weights with load_format 'dummy' can be of any type"),
         ({"trunk": "Q3_K", "load_format": "dummy"}, "trunk is 'Q3_K'; it can be auto, BF16, F8_E4M3, "),
-        ({"trunk": "BF16", "load_format": "dummy"}, "trunk is BF16, and dtype is float32: leave one of them out"),
+        ({"trunk": "Q3_K"}, "trunk is 'Q3_K'; it can be auto, BF16, F8_E4M3, "),
+        (
+            {"trunk": "BF16", "load_format": "dummy"},
+            "trunk is BF16, and dtype is float32: set dtype to bfloat16, or leave trunk out",
+        ),
+        (
+            {"trunk": "BF16", "dtype": "bfloat16", "weights": "packed", "load_format": "dummy"},
+            "weights packed has no effect with load_format 'dummy' and trunk BF16: leave it out",
+        ),
         (
             {"trunk": "q4_0", "weights": "dequantised", "load_format": "dummy"},
             "trunk is Q4_0, and weights is dequantised: leave one of them out",
@@ -256,6 +267,38 @@ def test_norms_and_routers_stay_values() -> None:
 def test_settings_that_contradict_each_other(made: Made, given: dict[str, str], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         LLM(made("qwen3_5", "Q4_0"), device="cpu", **given)  # type: ignore[arg-type]
+
+
+def test_settings_that_say_what_holds_anyway(made: Made) -> None:
+    for given in ({"trunk": "auto"}, {"weights": "AUTO", "load_format": "dummy"}):
+        with LLM(made("qwen3_5", "Q4_0"), device="cpu", **given) as llm:  # type: ignore[arg-type]
+            assert not llm.trunk.packed_types
+
+
+def test_packed_where_nothing_can_be(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made("qwen3_5", "BF16")
+    with pytest.raises(SettingError, match=r"weights packed has no effect: .*BF16\.gguf has no matrix that can stay"):
+        LLM(path, device="cpu", weights="packed")
+    monkeypatch.setenv("LAZYIO_WEIGHTS", "packed")
+    with LLM(path, device="cpu") as llm:
+        assert not llm.trunk.packed_types
+
+
+def test_a_gpu_that_can_not_have_random_weights_of_a_type(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trunk_module, "usable", lambda device: False)
+    monkeypatch.setattr(trunk_module, "has_triton", lambda: False)
+    source = open_source(made("qwen3_5", "Q4_0"))
+    with pytest.raises(Unsupported, match="Triton is not installed; leave trunk out"):
+        plan_weights(source, outline(source), CUDA, torch.bfloat16, "dummy", None, "Q4_0")
+
+
+def test_parts_of_different_types_are_told_from_types_without_a_kernel() -> None:
+    halves = [
+        Part(StoredTensor(name, stored, (64, 64), "file", 0, 0), (slice(start, start + 64),))
+        for name, stored, start in (("gate", "Q4_0", 0), ("up", "F16", 64))
+    ]
+    form = trunk_module._form((128, 64), halves, torch.float32, may=True)
+    assert form.why == "F16, Q4_0 (parts of different types)"
 
 
 def test_variables_that_have_no_effect_are_left_alone(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
