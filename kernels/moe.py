@@ -84,8 +84,8 @@ BY_TILE = (
 )
 # Rows of a tile up to which codes of packed weights are multiplied as they are.
 _MOST_BY_CODES = 16
-# There is no room for the products of larger tiles.
-_MOST_ROWS_OF_FLOAT32 = 64
+# There is no room for the products of larger tiles of float32, and Triton 3.6 gets some of packed Q4_0 wrong.
+_MOST_ROWS_BUT_PLAIN_HALVES = 64
 # Pairs that are looked at at once where they are sorted, and values that are summed at once.
 _SORTED, _SUMMED = 2048, 1024
 
@@ -128,17 +128,19 @@ def moe(
     if not len(x):
         return out
     chosen, weights = chosen.contiguous(), weights.contiguous()
-    launch = launch or launch_of(len(x), chosen.shape[1], down.shape[0], x.dtype)
+    is_packed = isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight)
+    plain_halves = x.dtype != torch.float32 and not is_packed
+    launch = launch or launch_of(len(x), chosen.shape[1], down.shape[0], plain_halves)
     by = _by_pair if launch.rows == 1 else _by_tile
     by(launch, x, chosen, weights, gate_up, down, out)
     return out
 
 
-def launch_of(tokens: int, slots: int, experts: int, dtype: torch.dtype) -> Launch:
-    """How so many tokens are taken."""
+def launch_of(tokens: int, slots: int, experts: int, plain_halves: bool) -> Launch:
+    """How so many tokens are taken, where weights are plain and of 16 bits, and where they are not."""
     if tokens <= FEW:
         return BY_PAIR
-    fitting = [one for one in BY_TILE if one.rows <= _MOST_ROWS_OF_FLOAT32 or dtype != torch.float32]
+    fitting = [one for one in BY_TILE if plain_halves or one.rows <= _MOST_ROWS_BUT_PLAIN_HALVES]
     return next((one for one in fitting if tokens * slots <= one.mean * experts), fitting[-1])
 
 

@@ -196,7 +196,7 @@ def compare_choosing(counts: list[int], sizes: Sizes) -> None:
 def sweep_launches(stored: str, work: Work, sizes: Sizes) -> None:
     """The ways to launch each product, with the other as it is; and both as they are, by pair and by tiles."""
     floor = work.floor_us(sizes)
-    now = moe.launch_of(len(work.x), sizes.slots, sizes.experts, work.x.dtype)
+    now = moe.launch_of(len(work.x), sizes.slots, sizes.experts, not isinstance(work.gate_up, packed.PackedWeight))
     candidates = {f"as {one.rows} rows": one for one in (moe.BY_PAIR, *moe.BY_TILE) if worth_it(one, work)}
     for body in ("gate_up", "down"):
         for launch in (now,) if now.rows == 1 or len(work.x) > 16 else (moe.BY_PAIR, now):

@@ -124,7 +124,9 @@ def test_replies_come_in_the_order_of_prompts(saved: Callable[[str], tuple[Any, 
 def test_on_a_gpu(name: str, saved: Callable[[str], tuple[Any, Path]], agree: Callable[..., None]) -> None:
     """Near in float32, and bit-equal where batches must not matter, in bfloat16 too."""
     pair, folder = saved(name)
-    given: dict[str, Any] = {"device": "cuda", "lazy_mode": "uring", "mixed": 256, "ubatch": 512}
+    given: dict[str, Any] = {"device": "cuda", "mixed": 256, "ubatch": 512}
+    if not name.startswith("qwen3_5"):  # they have no table
+        given["lazy_mode"] = "uring"
     for dtype, invariant in (("float32", False), ("float32", True), ("bfloat16", True)):
         solo: list[torch.Tensor] = []
         # Long prompts have choices of blocks and experts that the least rounding turns.
