@@ -20,6 +20,7 @@ from lazyio.kernels.contract import Case, Kernel, Resources, error_of, has_trito
 #: Modules of this folder that have a KERNEL.
 NAMES = (
     "block_selection",
+    "delta_net",
     "expand_rows",
     "gated_delta_rule",
     "hyper_connection",

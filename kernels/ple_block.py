@@ -18,18 +18,15 @@ from torch.nn import functional
 
 from lazyio.errors import Unsupported
 from lazyio.kernels.contract import Case, Kernel, bodies
+from lazyio.kernels.spans import blocks_of, check_kept, places_of
 
 #: Tokens and columns of a program of `convolve`, and its warps.
 CONVOLVE = (16, 256, 8)
 _GATE_WARPS = 4
-# Columns of a program of `keep`.
-_KEEP_WIDTH = 128
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_HIDDEN = 16_384
-_MOST_REACH = 64
-# The histories of sequences lie at multiples of so many elements from each other.
-_EIGHT = 8
+_MOST_REACH = CONVOLVE[0]  # so that only the first block of a sequence reaches back to before it
 
 
 class Weights(NamedTuple):
@@ -75,8 +72,8 @@ def ple_block(
     width = min(width, _power(hidden))
     gates = torch.empty(tokens, count, 2, device=streams.device)
     out = torch.empty_like(streams)
-    blocks, sequences = _tables(tuple(spans), rows, streams.device)
-    places, sizes = _places(history), {"STREAMS": count, "HIDDEN": hidden}
+    sizes = {"STREAMS": count, "HIDDEN": hidden}
+    blocks = blocks_of(tuple(spans), rows, streams.device)
     _bodies().gate[(tokens, count)](
         *(streams, keys, values, weights.norm_query, weights.norm_key, gates, weights.eps),
         **sizes,
@@ -84,23 +81,15 @@ def ple_block(
         num_warps=_GATE_WARPS,
     )
     _bodies().convolve[(len(blocks), -(-hidden // width), count)](
-        *(values, gates, weights.norm_conv, weights.conv, blocks, history[0], places, out),
+        *(values, gates, weights.norm_conv, weights.conv, blocks, history[0], places_of(history), out),
         **sizes,
         KERNEL=weights.conv.shape[1],
         DILATION=weights.dilation,
         REACH=weights.reach,
         ROWS=rows,
+        KEPT=_power(weights.reach),
         WIDTH=width,
         num_warps=warps,
-    )
-    width = min(_KEEP_WIDTH, _power(hidden))
-    _bodies().keep[(len(spans), -(-hidden // width), count)](
-        *(values, gates, weights.norm_conv, sequences, history[0], places),
-        **sizes,
-        REACH=weights.reach,
-        ROWS=_power(weights.reach),
-        WIDTH=width,
-        num_warps=4,
     )
     return out
 
@@ -133,30 +122,6 @@ def reference(
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, hidden: int) -> torch.Tensor:
     wide = x.float().view(len(x), -1, hidden)
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).flatten(1) * (1 + weight.float())
-
-
-# Tables on a GPU are the same for all steps of a batch.
-@functools.lru_cache(maxsize=256)
-def _tables(spans: tuple[tuple[int, int], ...], rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bodies' tables of blocks of so many tokens, and of sequences."""
-    ends = [(start, start + length) for start, length in spans]
-    blocks = [(at, start, stop, i) for i, (start, stop) in enumerate(ends) for at in range(start, stop, rows)]
-    return _on(blocks, torch.int32, device), _on(ends, torch.int32, device)
-
-
-def _places(history: Sequence[torch.Tensor]) -> torch.Tensor:
-    first, size = history[0].data_ptr(), history[0].element_size() * _EIGHT
-    return _offsets(tuple([(one.data_ptr() - first) // size for one in history]), history[0].device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _offsets(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return _on(offsets, torch.int64, device)
-
-
-def _on(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    table = torch.tensor(numbers, dtype=dtype)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def _power(least: int) -> int:
@@ -194,13 +159,8 @@ def _check(
     assert weights.conv.is_contiguous(), "the weights of the convolution are not contiguous"
     assert len(spans) == len(history) > 0, "every sequence has its history"
     assert sum([length for _, length in spans]) == tokens, "spans have all tokens"
-    first, size = history[0].data_ptr(), values.element_size() * _EIGHT
-    for one in history:
-        assert one.shape == (weights.reach, width), "a history is [reach, streams * hidden]"
-        assert one.dtype == values.dtype, "a history is of another dtype"
-        assert one.is_contiguous(), "a history is not contiguous"
-        assert one.device == values.device == streams.device == keys.device, "tensors are on different devices"
-        assert (one.data_ptr() - first) % size == 0, f"histories lie {_EIGHT} elements apart, or multiples of that"
+    assert values.device == streams.device == keys.device, "tensors are on different devices"
+    check_kept(history, (weights.reach, width), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,5 +259,5 @@ KERNEL = Kernel(
     reference=lambda given: given.results(reference),
     cases=_cases(),
     controls=CONTROLS,
-    bodies=lambda: [_bodies().gate, _bodies().convolve, _bodies().keep],
+    bodies=lambda: [_bodies().gate, _bodies().convolve],
 )

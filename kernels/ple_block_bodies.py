@@ -64,10 +64,14 @@ def convolve(
     KERNEL: tl.constexpr,
     DILATION: tl.constexpr,
     REACH: tl.constexpr,  # (KERNEL - 1) * DILATION
-    ROWS: tl.constexpr,  # tokens of a block
+    ROWS: tl.constexpr,  # tokens of a block; REACH, or more
+    KEPT: tl.constexpr,  # REACH, or more
     WIDTH: tl.constexpr,  # columns of a program
 ) -> None:
-    """What is added to one stream, for some tokens of one sequence and some columns."""
+    """What is added to one stream, for some tokens of one sequence and some columns.
+
+    Only the first block of a sequence reaches back to its history, and so that block is the one to write it anew.
+    """
     row = blocks + tl.program_id(0) * 4
     token = tl.load(row) + tl.arange(0, ROWS)
     start, stop = tl.load(row + 1), tl.load(row + 2)
@@ -85,36 +89,13 @@ def convolve(
     added = (total * tl.sigmoid(total)).to(out.dtype.element_ty).to(tl.float32)
     place = token.to(tl.int64)[:, None] * (STREAMS * HIDDEN) + channel[None, :]
     tl.store(out + place, (gated + added).to(out.dtype.element_ty), mask=(token < stop)[:, None] & within[None, :])
-
-
-@triton.jit
-def keep(
-    values: tl.tensor,
-    gates: tl.tensor,
-    norm_weight: tl.tensor,
-    sequences: tl.tensor,  # int32 [sequences, 2]: tokens from, to
-    history: tl.tensor,
-    places: tl.tensor,
-    STREAMS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    REACH: tl.constexpr,
-    ROWS: tl.constexpr,  # REACH, or more
-    WIDTH: tl.constexpr,
-) -> None:
-    """The inputs that the next tokens of one sequence reach back to, of one stream and some columns."""
-    start = tl.load(sequences + tl.program_id(0) * 2)
-    stop = tl.load(sequences + tl.program_id(0) * 2 + 1)
-    row = tl.arange(0, ROWS)
-    stream, column = tl.program_id(2), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    channel, within = stream * HIDDEN + column, column < HIDDEN
-    history += tl.load(places + tl.program_id(0)) * 8
-    gain = 1.0 + tl.load(norm_weight + channel, mask=within, other=0.0).to(tl.float32)
-    found = _inputs(
-        values, gates, gain, history, stop - REACH + row, start, stop, stream, column, STREAMS, HIDDEN, REACH
-    )
-    tl.debug_barrier()  # rows move up: all have been read before one is written
-    place = history + row[:, None] * (STREAMS * HIDDEN) + channel[None, :]
-    tl.store(place, found.to(history.dtype.element_ty), mask=(row < REACH)[:, None] & within[None, :])
+    if tl.load(row) == start:
+        kept = tl.arange(0, KEPT)
+        last = stop - REACH + kept
+        moved = _inputs(values, gates, gain, history, last, start, stop, stream, column, STREAMS, HIDDEN, REACH)
+        tl.debug_barrier()  # rows move up: all have been read before one is written
+        where = history + kept[:, None] * (STREAMS * HIDDEN) + channel[None, :]
+        tl.store(where, moved.to(history.dtype.element_ty), mask=(kept < REACH)[:, None] & within[None, :])
 
 
 @triton.jit

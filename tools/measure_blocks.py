@@ -1,11 +1,12 @@
-"""Measure hyper-connections and the block with the table of Qwen3.8-Flash-Next on a GPU, beside torch's code for them.
+"""Measure parts of Qwen3.8-Flash-Next on a GPU, beside torch's code for them.
 
     python tools/measure_blocks.py
     python tools/measure_blocks.py --sweep
 
-All ways run by turns in CUDA graphs, forwards and backwards, the one in use twice for the noise. Their results must
-agree, or nothing is printed. The floor is the time of the bytes that any way must move: inputs, results and weights, at
-the speed of a copy measured here. With --sweep, launches of each body are compared instead.
+The parts are hyper-connections, gated delta nets and the block with the table. All ways run by turns in CUDA graphs,
+forwards and backwards, the one in use twice for the noise. Their results must agree, or nothing is printed. The floor
+is the time of the bytes that any way must move: inputs, results and weights, at the speed of a copy measured here. With
+--sweep, launches of each body are compared instead.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from triton.testing import do_bench_cudagraph
 
 from lazyio.engine.layers import hyper_connection as layers
 from lazyio.engine.layers import ngram_embedding
+from lazyio.engine.layers.gated_delta_net import GatedDeltaNet
 from lazyio.engine.layers.hyper_connection import HyperConnection, Streams
 from lazyio.engine.layers.ngram_embedding import NgramEmbedding
 from lazyio.engine.state import State
 from lazyio.engine.ubatch import Ubatch
 from lazyio.engine.weights.dummy import draw
-from lazyio.kernels import hyper_connection, ple_block
+from lazyio.kernels import delta_net, hyper_connection, ple_block
 from lazyio.kernels.expand_rows import expand_rows
 from lazyio.kernels.hyper_connection import Given
 from lazyio.ple.dtypes import TYPES
 
 HIDDEN, COUNT, RANK, VALUES, HEADS, TAPS, DILATION, EPS = 2560, 4, 320, 2560, 16, 4, 3, 1e-6
 WIDTH = COUNT * HIDDEN
+NET = (16, 48, 128, 128, 4)  # heads of keys, and of values; their dimensions; taps
 KERNELS, AGAIN, TORCH, STORED = "kernels", "kernels again", "torch", "kernels, the gate stored"
 Way = Callable[[], Sequence[torch.Tensor]]
 console = Console(width=120)
@@ -59,12 +62,17 @@ def main(
         console.print(f"a copy moves {speed / 1e3:,.0f} GB/s")
         if sweep:
             for count in (min(counts), max(counts)):
-                sweep_launches(connection(count, device), table_block(count, device), count)
+                sweep_launches(
+                    connection(count, device), table_block(count, device), net(count, device)[KERNELS], count
+                )
             return
-        compare("a hyper-connection", {n: (connection(n, device), connection_bytes(n)) for n in counts}, rounds, speed)
-        compare(
-            "the block with the table", {n: (table_block(n, device), block_bytes(n)) for n in counts}, rounds, speed
-        )
+        parts = {
+            "a hyper-connection": (connection, connection_bytes),
+            "a gated delta net": (net, net_bytes),
+            "the block with the table": (table_block, block_bytes),
+        }
+        for what, (make, size) in parts.items():
+            compare(what, {n: (make(n, device), size(n)) for n in counts}, rounds, speed)
 
 
 def microseconds(run: Callable[[], object]) -> float:
@@ -121,6 +129,34 @@ def connection(tokens: int, device: torch.device) -> dict[str, Way]:
 
 def connection_bytes(tokens: int) -> int:
     return 2 * (2 * tokens * (WIDTH + HIDDEN) + WIDTH * (1 + COUNT + 2 * RANK))
+
+
+def net(tokens: int, device: torch.device) -> dict[str, Way]:
+    """All of a gated delta net. Torch's way has the kernel of the delta rule too."""
+    layer = randomised(GatedDeltaNet(HIDDEN, *NET, EPS, "sigmoid"), device)
+    layer.A_log.data, layer.dt_bias.data = layer.A_log.data.float(), layer.dt_bias.data.float()
+    made = torch.Generator(device).manual_seed(1)
+    x = torch.randn(tokens, HIDDEN, generator=made, device=device).bfloat16()
+    piece = layer.new_piece(tokens, torch.bfloat16, device)
+    ubatch = Ubatch.of([(State({layer: piece}, tokens), [0] * tokens)], device)
+
+    def run() -> list[torch.Tensor]:
+        piece.inputs.entries.zero_()
+        piece.memory.value.zero_()
+        return [layer(x, ubatch)]
+
+    def plain() -> list[torch.Tensor]:
+        with changed(GatedDeltaNet, "_fused", lambda *_: False):
+            return run()
+
+    return {KERNELS: run, TORCH: plain, AGAIN: run}
+
+
+def net_bytes(tokens: int) -> int:
+    key_heads, heads, key, value, taps = NET
+    channels, inner = 2 * key_heads * key + heads * value, heads * value
+    weights = HIDDEN * (channels + 2 * inner + 2 * heads) + channels * taps
+    return 2 * (2 * tokens * HIDDEN + weights) + 2 * 4 * heads * key * value
 
 
 class Ready:
@@ -224,7 +260,7 @@ def check(ways: dict[str, Way]) -> None:
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
-def sweep_launches(connection: dict[str, Way], block: dict[str, Way], tokens: int) -> None:
+def sweep_launches(connection: dict[str, Way], block: dict[str, Way], of_net: Way, tokens: int) -> None:
     """The whole of each, with one body launched in other ways and the others as they are."""
     mixes = hyper_connection.MIX
     chosen = next(config for config in mixes if tokens <= config.tokens)
@@ -238,6 +274,8 @@ def sweep_launches(connection: dict[str, Way], block: dict[str, Way], tokens: in
         (hyper_connection, "CONNECT", list(itertools.product((1, 2, 4), (2, 4, 8))), connection[KERNELS]),
         (hyper_connection, "MIX", of_mix, connection[KERNELS]),
         (hyper_connection, "BLEND", list(itertools.product((512, 1024, 4096), (2, 4, 8))), connection[STORED]),
+        (delta_net, "CONVOLVE", list(itertools.product((8, 16, 32), (128, 256, 512), (4, 8))), of_net),
+        (delta_net, "NORM", list(itertools.product((8, 16, 32, 64), (2, 4, 8))), of_net),
         (ple_block, "CONVOLVE", list(itertools.product((8, 16, 32), (128, 256, 512), (4, 8))), block[KERNELS]),
     ]
     for module, name, configs, way in bodies:

@@ -14,6 +14,7 @@ from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import rms
 from lazyio.engine.state import Composite, Recent, Recurrent
 from lazyio.engine.ubatch import Span, Ubatch, together
+from lazyio.kernels import delta_net
 from lazyio.kernels.contract import usable
 from lazyio.kernels.gated_delta_rule import Chunk, gated_delta_rule, supports
 
@@ -76,6 +77,8 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: torch.Tensor, ubatch: Ubatch) -> torch.Tensor:
         """Of x [tokens, hidden]: [tokens, hidden]."""
+        if self._fused(x):
+            return self._by_kernels(x, ubatch)
         mixed = self.in_proj_qkv(x)
         beta = self.in_proj_b(x).float().sigmoid()
         log_decay = -self.A_log.float().exp() * functional.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
@@ -92,6 +95,25 @@ class GatedDeltaNet(nn.Module):
             tokens = Tokens(q, k, v.float(), beta, log_decay)
             found = torch.cat([self._follow(spans, tokens) for spans in groups]).to(x.dtype)
         gated = self.norm(found, self.in_proj_z(x).view(found.shape))
+        y: torch.Tensor = self.out_proj(gated.flatten(1))
+        return y
+
+    def _fused(self, x: torch.Tensor) -> bool:
+        """Whether kernels do all but products: float32 is left to torch, whose results are the ones to compare with."""
+        around = delta_net.supports(x.dtype, self.conv1d.reach, self._value_dim)
+        inside = supports(self._key_dim, self._value_dim)
+        return usable(x.device) and x.dtype != torch.float32 and around and inside
+
+    def _by_kernels(self, x: torch.Tensor, ubatch: Ubatch) -> torch.Tensor:
+        pieces: list[DeltaState] = [span.state.pieces[self] for span in ubatch.spans]
+        here = [(span.start, span.length) for span in ubatch.spans]
+        history = [piece.inputs.entries for piece in pieces]
+        q, k, v = self._heads(delta_net.convolve(self.in_proj_qkv(x), self.conv1d.weight[:, 0], here, history))
+        sides = delta_net.rates(self.in_proj_b(x), self.in_proj_a(x), self.A_log, self.dt_bias)
+        chunks = [Chunk(span.start, span.length, span.before) for span in ubatch.spans]
+        found = gated_delta_rule(q, k, v, *sides, chunks, [piece.memory.value for piece in pieces])
+        z = self.in_proj_z(x).view(found.shape)
+        gated = delta_net.gated_norm(found, z, self.norm.weight, self.norm.eps, self.norm.gate)
         y: torch.Tensor = self.out_proj(gated.flatten(1))
         return y
 
@@ -141,12 +163,12 @@ class GatedNorm(nn.Module):
     def __init__(self, width: int, eps: float, gate: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self._eps, self._gate = eps, _GATES[gate]
+        self.eps, self.gate = eps, gate
 
     def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Of x and z [..., width]."""
-        normed = self.weight * rms(x, self._eps).to(x.dtype)
-        gated: torch.Tensor = normed * self._gate(z.float())
+        normed = self.weight * rms(x, self.eps).to(x.dtype)
+        gated: torch.Tensor = normed * _GATES[self.gate](z.float())
         return gated.to(x.dtype)
 
 

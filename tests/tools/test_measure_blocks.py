@@ -20,7 +20,7 @@ def tool() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("of", ["connection", "table_block"])
+@pytest.mark.parametrize("of", ["connection", "net", "table_block"])
 def test_ways_agree_and_others_are_seen(tool: ModuleType, of: str):
     if torch.cuda.is_available():
         pytest.skip("with a GPU the tool compares them itself")
