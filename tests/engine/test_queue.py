@@ -32,10 +32,10 @@ class Waits:
 
 
 @contextmanager
-def slow(folder: Path) -> Iterator[LLM]:
-    """One lane, and a device whose reads all come late."""
+def slow(folder: Path, delay_s: float) -> Iterator[LLM]:
+    """One lane, and a device whose reads all come so late."""
     given: dict[str, Any] = {"lazy_mode": "on-direct", "row_cache": 0, "direct_io": "on", "mixed": 64, "ubatch": 64}
-    late = Faults(late=1, delay_s=0.002)
+    late = Faults(late=1, delay_s=delay_s)
     with LLM(folder, device="cpu", wrap=lambda fetcher: with_faults(fetcher, late), **given) as llm:
         yield llm
 
@@ -47,9 +47,9 @@ def until(there: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def first_tokens(folder: Path, pair: Any, queued: int, waits: Waits) -> list[bool]:
+def first_tokens(folder: Path, pair: Any, queued: int, waits: Waits, delay_s: float = 0.002) -> list[bool]:
     """Of so many prompts that wait while a reply goes on for as long as their reads take: whose rows were there."""
-    with slow(folder) as llm:
+    with slow(folder, delay_s) as llm:
         running = llm.reply(pair.tokens(5), max_tokens=4)
         next(running)
         requests = [llm._request(llm._plan(pair.tokens(30, seed=i), 2, ()), Sampling()) for i in range(queued)]
@@ -74,7 +74,7 @@ def test_who_has_waited_long_enough_waits_for_no_rows(
 def test_without_reading_ahead_they_wait(
     saved: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the test above can fail."""
+    """So the test above can fail. Reads take longer than a busy machine computes a layer in."""
     pair, folder = saved("qwen4_exp")
     monkeypatch.setattr(scheduler_module.Scheduler, "_read_ahead", lambda _: None)
-    assert not all(first_tokens(folder, pair, 4, Waits(monkeypatch)))
+    assert not all(first_tokens(folder, pair, 4, Waits(monkeypatch), delay_s=0.1))
