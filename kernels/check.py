@@ -25,6 +25,7 @@ NAMES = (
     "gated_delta_rule",
     "hyper_connection",
     "moe",
+    "norm_rotate",
     "packed_matmul",
     "ple_block",
     "route",

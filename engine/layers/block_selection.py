@@ -20,7 +20,7 @@ from torch import nn
 
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import RmsNorm
-from lazyio.engine.layers.rope import Rope, rotate
+from lazyio.engine.layers.rope import Rope, norm_and_rotate
 from lazyio.engine.state import Composite, Growing, Recent
 from lazyio.engine.ubatch import Span
 from lazyio.kernels.block_selection import Selected, select_blocks, select_steps, supports
@@ -113,7 +113,7 @@ class BlockSelection(nn.Module):
         return select_steps(self._turned(queries, angles), blocks, positions, count=count, ratio=self.ratio)
 
     def _turned(self, queries: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return rotate(self.q_layernorm(queries.view(-1, self.heads, self.dim)), angles)
+        return norm_and_rotate(self.q_layernorm, queries.view(-1, self.heads, self.dim), angles)
 
     def _blocks(self, raw: torch.Tensor, span: Span) -> torch.Tensor:
         """The keys [blocks, dim] of all blocks that are complete with the raw keys [tokens, dim] of a span."""
@@ -126,7 +126,7 @@ class BlockSelection(nn.Module):
         members = joined[self.ratio - 1 - begun :][: (last - first) * self.ratio]
         pooled = members.view(last - first, self.ratio, self.dim).mean(1, dtype=torch.float32).to(raw.dtype)
         starts = torch.arange(first, last, device=raw.device) * self.ratio
-        keys = rotate(self.k_layernorm(pooled)[:, None], self.rope.angles(starts, raw.dtype))
+        keys = norm_and_rotate(self.k_layernorm, pooled[:, None], self.rope.angles(starts, raw.dtype))
         return piece.complete.append(keys[:, 0])
 
     def _allowed(self, queries: torch.Tensor, blocks: torch.Tensor, span: Span) -> torch.Tensor:

@@ -12,7 +12,7 @@ from lazyio.engine.layers.attention import attend, attend_before
 from lazyio.engine.layers.block_selection import BlockSelection
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import RmsNorm
-from lazyio.engine.layers.rope import rotate
+from lazyio.engine.layers.rope import norm_and_rotate
 from lazyio.engine.state import Composite, Growing
 from lazyio.engine.ubatch import Span, Ubatch, together
 from lazyio.kernels.block_selection import Selected
@@ -66,7 +66,7 @@ class GatedAttention(nn.Module):
         """Of x [tokens, hidden] and the angles of the tokens' positions: [tokens, hidden]."""
         q, gate = self.q_proj(x).unflatten(1, (-1, 2 * self._head_dim)).chunk(2, -1)
         k, v = (project(x).unflatten(1, (-1, self._head_dim)) for project in (self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
+        q, k = norm_and_rotate(self.q_norm, q, angles), norm_and_rotate(self.k_norm, k, angles)
         found = [
             self._attend_steps(spans, x, angles, ubatch.positions, q, k, v)
             if self._takes(spans, x.device)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lazyio.engine.layers.linear import Linear
 from lazyio.engine.layers.norm import RmsNorm, rms
-from lazyio.engine.layers.rope import Rope, rotate
+from lazyio.engine.layers.rope import Rope, norm_and_rotate
 from lazyio.engine.layers.sliding_attention import Block, attend_blocks, blocks
 from lazyio.engine.state import Composite, Growing, Sliding
 from lazyio.engine.ubatch import Span, Ubatch
@@ -70,7 +70,7 @@ class SharedAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, sight: Sight) -> torch.Tensor:
         """Of x [tokens, hidden]: [tokens, hidden]."""
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))), sight.angles)
+        q = norm_and_rotate(self.q_norm, self._heads(self.q_proj(x)), sight.angles)
         of_spans = zip(sight.spans, sight.seen, sight.blocks, strict=True)
         out = [self._attended(q[span.here], seen, parts) for span, seen, parts in of_spans]
         y: torch.Tensor = self.o_proj(out[0] if len(out) == 1 else torch.cat(out))
@@ -107,7 +107,7 @@ class OwnAttention(SharedAttention):
         """Of x [tokens, hidden]: [tokens, hidden]. Its keys and values are in sight from now on."""
         keys = self._heads(self.k_proj(x))
         values = keys if self.v_proj is None else self._heads(self.v_proj(x))
-        k = rotate(self.k_norm(keys), sight.angles)
+        k = norm_and_rotate(self.k_norm, keys, sight.angles)
         v = rms(values, self.k_norm.eps).to(x.dtype)
         sight.seen = [self._appended(span, k[span.here], v[span.here]) for span in sight.spans]
         return super().forward(x, sight)

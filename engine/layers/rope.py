@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from lazyio.engine.layers.norm import RmsNorm
+from lazyio.kernels.contract import usable
+from lazyio.kernels.norm_rotate import norm_rotate, supports
+
 
 class Rope:
     """Rotates pairs (i, i + half) of the first 2 * half dimensions of a head by position * frequency[i].
@@ -35,3 +39,10 @@ def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def norm_and_rotate(norm: RmsNorm, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """rotate(norm(x), angles) of x [tokens, heads, head_dim], in one pass where there is a kernel."""
+    if usable(x.device) and supports(x.shape[-1]) and norm.groups == 1:
+        return norm_rotate(x, norm.weight, angles, eps=norm.eps, offset=norm.offset)
+    return rotate(norm(x), angles)
