@@ -253,6 +253,7 @@ def parts_of(ours: Ours, prompt: list[int], ubatch: int, device: torch.device) -
 
 
 def show_parts(ours: Ours, prompt: list[int], ubatch: int, device: torch.device) -> None:
+    parts_of(ours, prompt, ubatch, device)  # events are made on first use
     parts, whole = parts_of(ours, prompt, ubatch, device)
     table = Table("part", "ms", "of the whole", box=None)
     shown = list(dict.fromkeys([*BLOCKS.values(), *AROUND.values()]))
