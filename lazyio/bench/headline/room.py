@@ -52,7 +52,7 @@ def fitting_layers(plan: Plan, subject: Subject, tokens: int, lock: int) -> int:
     """The layers asked for, else as many as there is room for beside the state of a prompt of so many tokens.
 
     `lock` is a descriptor for processes to inherit. Raises NeverFits where there is too little room, SettingError for
-    layers that the model can't have, RunFailed where the device can't be asked.
+    layers or weights that the model can't have, RunFailed where the device can't be asked.
     """
     table_bytes, device = table_bytes_of(plan, subject.stored), subject.device
     _check_host(table_bytes)
@@ -114,5 +114,6 @@ def _needed_bytes(plan: Plan, layers: int, subject: Subject, tokens: int) -> int
     dtype = dtype_of(None, plan.config, torch.device(subject.device))
     with torch.device("meta"):
         model = model_class(plan.config["model_type"]).from_config(first_layers(plan.config, layers)).to(dtype)
-    weights = plan_dummy(model, device=torch.device(subject.device), dtype=dtype, trunk=subject.trunk)
-    return weights.nbytes + int(model.new_state(tokens, torch.device("meta")).nbytes)
+    held = settings.resolve("weights", None)
+    trunk = plan_dummy(model, device=torch.device(subject.device), dtype=dtype, weights=held, trunk=subject.trunk)
+    return trunk.nbytes + int(model.new_state(tokens, torch.device("meta")).nbytes)

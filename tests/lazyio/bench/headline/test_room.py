@@ -42,6 +42,14 @@ def test_layers_of_packed_weights_are_more(monkeypatch: pytest.MonkeyPatch) -> N
     assert fitting(replace(TRUE, trunk="Q8_0")) < 40
 
 
+def test_weights_that_contradict_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(monkeypatch, 64 * GIB, 139 * GIB)
+    monkeypatch.setenv("LAZYIO_WEIGHTS", "dequantised")
+    assert fitting(TRUE) == 24
+    with pytest.raises(SettingError, match="trunk is Q4_0, and weights is dequantised: leave one of them out"):
+        fitting(replace(TRUE, trunk="Q4_0"))
+
+
 def test_layers_asked_for_may_take_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, 64 * GIB, 125 * GIB)
     assert fitting(replace(TRUE, layers=25)) == 25
