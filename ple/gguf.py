@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from lazyio.errors import TableError
-from lazyio.ple.checkpoint import Checkpoint, StoredTensor
-from lazyio.ple.gguf_header import GgufFile, Value, described, read_gguf
+from lazyio.ple.checkpoint import Checkpoint, SourceFile, StoredTensor
+from lazyio.ple.gguf_header import MAGIC, GgufFile, Value, described, read_gguf
 from lazyio.ple.spec import NgramHash
 
 _PART_NAME = re.compile(r"(?P<prefix>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
@@ -67,6 +67,19 @@ class GgufCheckpoint(Checkpoint):
         if not integers or len(integers) != len(items):
             raise TableError(f"{self.path}: key {key} must be a short array of integers and is {described(value)}")
         return integers
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a path is that of a GGUF file: by its name, else by how the file begins.
+
+    Raises TableError for what can't be read.
+    """
+    if os.path.isdir(path):
+        return False
+    if path.endswith(".gguf"):
+        return True
+    with SourceFile(path) as source:
+        return source.read(0, min(source.size, len(MAGIC))) == MAGIC
 
 
 def open_gguf(path: str) -> GgufCheckpoint:

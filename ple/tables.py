@@ -11,8 +11,7 @@ from itertools import islice, pairwise
 
 from lazyio.errors import TableError
 from lazyio.ple.checkpoint import Checkpoint, SourceFile
-from lazyio.ple.gguf import open_gguf
-from lazyio.ple.gguf_header import MAGIC
+from lazyio.ple.gguf import is_gguf, open_gguf
 from lazyio.ple.rowids import row_ids_of
 from lazyio.ple.safetensors import INDEX_SUFFIX, open_safetensors
 from lazyio.ple.shards import KINDS, build_table, group_shards
@@ -72,12 +71,10 @@ def is_ple_name(name: str) -> bool:
 def _open_checkpoint(path: str) -> Checkpoint:
     if os.path.isdir(path) or path.endswith((".safetensors", INDEX_SUFFIX)):
         return open_safetensors(path)
-    if path.endswith(".gguf"):
+    if is_gguf(path):
         return open_gguf(path)
     with SourceFile(path) as source:
         start = source.read(0, min(source.size, 9))
-    if start.startswith(MAGIC):
-        return open_gguf(path)
     if start[8:] == b"{":
         return open_safetensors(path)
     raise TableError(

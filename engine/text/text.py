@@ -12,7 +12,7 @@ from lazyio.engine.text.stream import TextStream
 from lazyio.engine.text.template import ChatTemplate, Messages
 from lazyio.engine.text.vocabulary import Vocabulary
 from lazyio.errors import ModelError, PromptError
-from lazyio.ple.gguf import open_gguf
+from lazyio.ple.gguf import is_gguf, open_gguf
 
 
 def open_text(path: str | os.PathLike[str]) -> Text:
@@ -25,7 +25,7 @@ def open_text(path: str | os.PathLike[str]) -> Text:
         raise ModelError(f"there is no {place}")
     if place.is_dir():
         return Text(folder_vocabulary.read_vocabulary(place))
-    if place.suffix == ".gguf":
+    if is_gguf(str(place)):
         return Text(gguf_vocabulary.read_vocabulary(open_gguf(str(place)).first_path))
     return Text(folder_vocabulary.read_vocabulary(place.parent))
 

@@ -45,7 +45,8 @@ class FolderSource(Source):
         folder = path if os.path.isdir(path) else os.path.dirname(path)
         self._config_path = os.path.join(folder, "config.json")
         if not os.path.exists(self._config_path):
-            raise ModelError(f"{folder or '.'} has no config.json, which says what model it is; copy it there")
+            no_gguf = "" if os.path.isdir(path) else f"{path} is no GGUF file, and "
+            raise ModelError(f"{no_gguf}{folder or '.'} has no config.json, which says what model it is; copy it there")
         self._whole_config = read_json(self._config_path)
         self.config = self._text_config()
 

@@ -20,6 +20,7 @@ from lazyio.engine.weights.source import Source
 from lazyio.engine.weights.trunk import Trunk, check_device
 from lazyio.errors import ModelError, SettingError
 from lazyio.kernels.packed import PackedWeight
+from lazyio.ple.gguf import is_gguf
 
 #: Ways to come by weights: from the checkpoint, or random ones of the same shape.
 LOAD_FORMATS = ("auto", "dummy")
@@ -35,7 +36,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     name = os.fspath(path)
     if not os.path.exists(name):
         raise ModelError(f"there is no {name}")
-    return GgufSource(name) if name.endswith(".gguf") else FolderSource(name)
+    return GgufSource(name) if is_gguf(name) else FolderSource(name)
 
 
 def outline(source: Source, load_format: str = "auto", layers: int | None = None) -> Model:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lazyio.errors import TableError
-from lazyio.ple.gguf import open_gguf
+from lazyio.ple.gguf import is_gguf, open_gguf
 from lazyio.ple.spec import NgramHash
 
 CONSTANTS = NgramHash((23703573157769, 20109073645365, 8052911324071), (101, 103, 107, 109), (0, 101, 204, 311), 2, 255)
@@ -142,3 +142,19 @@ def test_incomplete_constants(tmp_path: Path, change: dict[str, object], message
     write(path, {"table": 5}, **(complete() | change))
     with pytest.raises(TableError, match=message):
         open_gguf(str(path)).ngram("table")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("model.gguf", b"", True),  # by its name, and then what is wrong with it is said
+        ("sha256-1f", b"GGUF\3\0\0\0", True),
+        ("sha256-1f", b"GGU", False),
+        ("model.safetensors", b"\2\0\0\0\0\0\0\0{}", False),
+    ],
+)
+def test_what_is_a_gguf_file(tmp_path: Path, name: str, content: bytes, expected: bool) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert is_gguf(str(tmp_path / name)) == expected
+    (tmp_path / "folder.gguf").mkdir()
+    assert not is_gguf(str(tmp_path / "folder.gguf"))

@@ -58,8 +58,11 @@ def test_a_configuration_of_no_text_model(write: Write, config: Any) -> None:
 def test_folders_without_a_readable_configuration(tmp_path: Path, write: Write) -> None:
     with pytest.raises(ModelError, match=r"^there is no .*/elsewhere; give the path"):
         source_of(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match=r"has no config\.json"):
+    with pytest.raises(ModelError, match=rf"^{tmp_path} has no config\.json"):
         source_of(tmp_path)
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelError, match=r"/model\.bin is no GGUF file, and .* has no config\.json"):
+        source_of(tmp_path / "model.bin")
     folder = write(config=[])
     with pytest.raises(TableError, match=r"config\.json is damaged"):
         source_of(folder)

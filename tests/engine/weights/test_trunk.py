@@ -109,6 +109,14 @@ def test_every_weight_has_the_values_of_its_file(made: Made, architecture: str) 
     assert len(kept) > len(packed.forms) / 4
 
 
+def test_a_file_under_another_name(made: Made, tmp_path: Path) -> None:
+    blob = tmp_path / "sha256-1f"
+    blob.symlink_to(made("qwen4_exp", "Q4_0"))
+    with LLM(blob, weights="packed", device="cpu") as llm:
+        assert llm.no_text is None
+        assert llm.trunk.packed_types == ["Q4_0"]
+
+
 def test_the_head_and_the_embedding_of_one_tensor_are_one(made: Made) -> None:
     trunk = planned(made("gemma4", "Q4_0"))
     model = load_model(trunk)
