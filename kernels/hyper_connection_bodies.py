@@ -90,6 +90,9 @@ def mix(
     within = (stream < STREAMS) & (column < HIDDEN)
     exists = token < tokens
     channel = stream * HIDDEN + column
+    # Asked for before the product, these arrive while it is computed.
+    place = token.to(tl.int64)[:, None] * (STREAMS * HIDDEN) + channel[None, :]
+    u = tl.load(normed + place, mask=exists[:, None] & within[None, :], other=0.0)
     gate = tl.zeros((ROWS, BESIDE * WIDTH), tl.float32)
     low += token.to(tl.int64)[:, None] * RANK
     for at in range(0, RANK, PART):
@@ -97,17 +100,16 @@ def mix(
         has = exists[:, None] & (rank < RANK)[None, :]
         inputs = tl.load(low + rank[None, :], mask=has, other=0.0)
         if ACTIVATE:
-            x = inputs.to(tl.float32) / STREAMS
+            x = inputs.to(tl.float32) * (1 / STREAMS)
             inputs = (x * tl.sigmoid(x)).to(normed.dtype.element_ty)
         of_rank = within[None, :] & (rank < RANK)[:, None]
         weights = tl.load(up + channel[None, :] * RANK + rank[:, None], mask=of_rank, other=0.0)
         gate = tl.dot(inputs, weights, gate, input_precision="ieee")
-    place = token.to(tl.int64)[:, None] * (STREAMS * HIDDEN) + channel[None, :]
-    u = tl.load(normed + place, mask=exists[:, None] & within[None, :], other=0.0).to(tl.float32)
-    mixed = tl.sum(tl.reshape(tl.sigmoid(gate) * u, (ROWS, BESIDE, WIDTH)), 1) / STREAMS
+    opened = tl.sigmoid(gate) * u.to(tl.float32)
+    mixed = tl.sum(tl.reshape(opened, (ROWS, BESIDE, WIDTH)), 1) * (1 / STREAMS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    place = token.to(tl.int64)[:, None] * HIDDEN + column[None, :]
-    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=exists[:, None] & (column < HIDDEN)[None, :])
+    where = token.to(tl.int64)[:, None] * HIDDEN + column[None, :]
+    tl.store(out + where, mixed.to(out.dtype.element_ty), mask=exists[:, None] & (column < HIDDEN)[None, :])
 
 
 @triton.jit
