@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lazyio.engine.device_table import DeviceRows, DeviceTable
-from lazyio.errors import SettingError
+from lazyio.errors import ReadError, SettingError
 from lazyio.fetchers.base import Int64
 from lazyio.ple.lookahead import Ahead
 from lazyio.ple.rowids import RowIds, Tokens
@@ -49,9 +49,14 @@ class Feed:
     def step(self, sequences: Sequence[tuple[Tokens, Tokens | None]]) -> TokenRows:
         """The rows of the next tokens of several sequences, one after the other: (tokens, those before them) of each.
 
-        Their reads begin now, in this thread. Raises what `LazyTable.start` raises, RowIndexError for wrong tokens.
+        Their reads begin now, in this thread. Where one can't, all of them are read when they are asked for: it is told
+        then whose fault that is. Raises RowIndexError for wrong tokens.
         """
-        return TokenRows(self._rows.start(self._joined(sequences)))
+        ids = self._joined(sequences)
+        try:
+            return TokenRows(self._rows.start(ids))
+        except ReadError:
+            return TokenRows(self._rows.later(ids))
 
     def ahead(self, sequences: Sequence[tuple[Tokens, Tokens | None]], *, patient: bool = False) -> TokenRows:
         """The rows of chunks of several prompts, one after the other, given as for `step`; each distinct row once.

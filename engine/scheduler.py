@@ -146,7 +146,8 @@ class Scheduler:
                     return
                 self._end(request, error)
                 continue
-            self._lanes.append(self._queue.popleft())
+            self._lanes.append(request)  # in both for a moment, so that an interrupt finds it
+            self._queue.popleft()
         self.counts.most_lanes = max(self.counts.most_lanes, len(self._lanes))
 
     def _read_ahead(self) -> None:

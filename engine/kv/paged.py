@@ -90,18 +90,16 @@ class Paged:
         except NoRoom:
             self._refused = prompt, max_tokens
             raise
-        found = claim.prefix
-        owned = claim.table.pages[len(found.pages) :]
-        state = self.buffer.open(claim.table, claim.runs, owned, found.tokens)
-        if found.partial is not None:
-            self.buffer.copy([found.partial], owned[:1])
-        if found.run is not None:
-            self.buffer.copy(found.run, claim.runs)
-        self.ledger.resumed(claim)
+        try:
+            state = self._opened(claim)
+        except BaseException:  # nobody has the seat yet, to release it
+            self.ledger.release(claim)
+            raise
+        known, matched = claim.prefix.tokens, claim.prefix.matched
         # The last page edge of the prompt, and that before which others parted from it, are likely to be met again.
-        edges = set() if match is None else {last // PAGE * PAGE, found.matched // PAGE * PAGE}
-        marks = tuple(sorted(edge for edge in edges if found.tokens < edge <= last))
-        return PagedSeat(claim, state, found.tokens, marks)
+        edges = set() if match is None else {last // PAGE * PAGE, matched // PAGE * PAGE}
+        marks = tuple(sorted(edge for edge in edges if known < edge <= last))
+        return PagedSeat(claim, state, known, marks)
 
     @contextmanager
     def apart(self, tokens: int) -> Iterator[State]:
@@ -135,6 +133,18 @@ class Paged:
     def summary(self) -> str:
         """See `Ledger`."""
         return self.ledger.summary()
+
+    def _opened(self, claim: Claim) -> State:
+        """The state of a lane, with what it resumes copied to where it is its own."""
+        found = claim.prefix
+        owned = claim.table.pages[len(found.pages) :]
+        state = self.buffer.open(claim.table, claim.runs, owned, found.tokens)
+        if found.partial is not None:
+            self.buffer.copy([found.partial], owned[:1])
+        if found.run is not None:
+            self.buffer.copy(found.run, claim.runs)
+        self.ledger.resumed(claim)
+        return state
 
 
 def _check_pages(pages: int, layout: Layout) -> None:

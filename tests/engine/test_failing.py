@@ -11,7 +11,7 @@ import pytest
 
 from lazyio.engine import LLM
 from lazyio.errors import ReadError
-from lazyio.fetchers.base import Bytes, Fetcher, Landed, ReadPlan, ReadStats
+from lazyio.fetchers.base import Bytes, Fetcher, Landed, Pending, ReadPlan, ReadStats
 from lazyio.fetchers.wrapping import take_after
 
 
@@ -27,9 +27,16 @@ class BadRow(Fetcher):
         self._first = extent.offset + row * self.row_bytes
 
     def read(self, plan: ReadPlan, buffer: Bytes, landed: Landed | None = None) -> ReadStats:
+        self._check(plan)
+        return self._inner.read(plan, buffer, landed)
+
+    def begin(self, plan: ReadPlan, buffer: Bytes) -> Pending:
+        self._check(plan)
+        return self._inner.begin(plan, buffer)
+
+    def _check(self, plan: ReadPlan) -> None:
         if np.any((plan.offset < self._first + self.row_bytes) & (plan.offset + plan.length > self._first)):
             raise ReadError("bad sector", path="rows", offset=self._first, wanted=self.row_bytes, got=None)
-        return self._inner.read(plan, buffer, landed)
 
     def close(self) -> None:
         self._inner.close()

@@ -250,6 +250,29 @@ def test_who_found_no_room_is_not_tried_again_before_that_can_change(
     made.release(made.seat(waiting, 1))
 
 
+@pytest.mark.parametrize("method", ["open", "copy"])
+def test_a_lane_that_can_not_be_opened_holds_nothing(
+    method: str, pair: Callable[[str], Any], pool: Callable[..., Paged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = pair("qwen3_5")
+    made, prompt = pool(both.model), both.tokens(40)
+    first = made.seat(array(prompt), 1)
+    run(both, first.state, prompt, [])
+    made.release(first, prompt)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.buffer, method, fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            made.seat(array([*prompt, 5]), 1)
+    assert made.ledger.seated == 0
+    resumed = made.seat(array([*prompt, 5]), 1)
+    assert resumed.known == len(prompt)
+    made.release(resumed)
+
+
 def test_windows_of_keys_hold_no_more_than_their_window(pair: Callable[[str], Any], pool: Callable[..., Paged]) -> None:
     both = pair("gemma4")
     window = both.reference.config.sliding_window
