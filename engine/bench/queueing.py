@@ -10,17 +10,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-import torch
-
 from lazyio import settings
 from lazyio.bench.cold import make_cold
 from lazyio.bench.turns import in_turn
 from lazyio.bench.watch import Watch
 from lazyio.engine.admission import Windows
 from lazyio.engine.bench.rig import Rig
-from lazyio.engine.bench.streams import requests_of, step
+from lazyio.engine.bench.streams import Summed, requests_of, step
 from lazyio.engine.bench.ways import Way
-from lazyio.engine.forward import Forward
 from lazyio.engine.planning import Limits
 from lazyio.engine.scheduler import Scheduler
 from lazyio.gate import TableStats
@@ -42,7 +39,7 @@ class QueueRun:
     first_waited_s: float
     stats: TableStats
     backend: Backend
-    chosen: str  # a digest of the tokens that were chosen
+    logits: str  # a digest of the checksums of all logits
 
 
 @dataclass(slots=True)
@@ -89,9 +86,9 @@ def _run(rig: Rig, outcome: QueueOutcome, arm: tuple[int, Way], tokens: Sequence
     without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
     with rig.feed(way, without_cache, timed=True) as feed:
         each, context = outcome.tokens_each, outcome.context
-        samplers, requests = requests_of(rig, outcome.limits, feed, tokens, queued + 1, each, context)
+        requests, forward = requests_of(rig, outcome.limits, feed, tokens, queued + 1, each, context), Summed(rig.model)
         before = feed.table.stats()
-        with closing(Scheduler(Forward(rig.model), feed, Windows(rig.model, 1), outcome.limits, 1)) as scheduler:
+        with closing(Scheduler(forward, feed, Windows(rig.model, 1), outcome.limits, 1)) as scheduler:
             for request in requests:
                 scheduler.add(request)
             while not all(request.ended for request in requests):
@@ -99,7 +96,7 @@ def _run(rig: Rig, outcome: QueueOutcome, arm: tuple[int, Way], tokens: Sequence
         accounts = [request.meter.account(outcome.steps) for request in requests]
         stats, backend = feed.table.stats() - before, feed.table.backend
     what = f"{queued} queued requests of {context} tokens and {outcome.steps} steps"
-    chosen = rig.checked(what, way, [torch.tensor(sampler.chosen) for sampler in samplers])
+    logits = rig.checked(what, way.label, forward.sums)
     queued_s = tuple(account.queued_s for account in accounts[1:])
     waited_s = tuple(account.prompt_waited_s for account in accounts)
-    return QueueRun(way, queued, again, queued_s, waited_s[1:], waited_s[0], stats, backend, chosen)
+    return QueueRun(way, queued, again, queued_s, waited_s[1:], waited_s[0], stats, backend, logits)

@@ -172,12 +172,13 @@ def _figure(value: float) -> str:
 
 
 def _method(outcome: EngineOutcome) -> list[str]:
-    lines = [
-        "T is the time from the first request for rows to the logits of the last token. T* is the least that reads at "
-        "the device's limit, measured before and after each run, and computing, as long as it took with the table in "
-        "memory in the same round, allow for these cuts.",
-        "waited: what the device that computes stood still for rows, until they were there and expanded.",
-    ]
+    lines = ["waited: what the device that computes stood still for rows, until they were there and expanded."]
+    if outcome.prompts:
+        lines.append(
+            "T is the time from the first request for rows to the logits of the last token. T* is the least that reads "
+            "at the device's limit, measured before and after each run, and computing, as long as it took with the "
+            "table in memory in the same round, allow for these cuts."
+        )
     for prompt in outcome.prompts:
         limits = [rate for turns in prompt.rounds for timed in turns for rate in timed.limits or ()]
         if limits:
@@ -198,9 +199,12 @@ def _method(outcome: EngineOutcome) -> list[str]:
         lines.append(
             "Streams: each follows a text of its own, one token a step, chosen and then replaced by the text's. asking "
             "for rows: until the reads of a step are under way. scheduler: the host's time in a step beside that, "
-            "launching the model and waiting for it. The tokens chosen were the same in all runs with as many streams."
+            "launching the model and waiting for it."
         )
-    return [*lines, "Logits: equal, bit for bit, in all runs over the same tokens and cuts.", *_fallbacks(outcome)]
+    by_sums = " Those of streams and queues were compared by a checksum a token."
+    sums = by_sums if outcome.streams is not None or outcome.queue is not None else ""
+    equal = f"Logits: equal, bit for bit, in all runs over the same tokens and cuts.{sums}"
+    return [*lines, equal, *_fallbacks(outcome)]
 
 
 def _fallbacks(outcome: EngineOutcome) -> list[str]:

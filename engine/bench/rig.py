@@ -139,7 +139,7 @@ class Rig:
         gauge.stop()
         to_table, waits, behind = (moments.seconds()[first::3] for first in range(3))
         computes = tuple(one + other for one, other in zip(to_table, behind, strict=True))
-        digest = self.checked(f"a prompt of {len(tokens)} tokens in {list(cuts)}", way, [logits])
+        digest = self.checked(f"a prompt of {len(tokens)} tokens in {list(cuts)}", way.label, [logits])
         return PromptRun(wall, computes, tuple(waits), table.stats() - before, gauge.total, table.backend, digest)
 
     def _timed_steps(self, way: Way, feed: Feed, tokens: Sequence[int], context: int) -> DecodeRun:
@@ -163,17 +163,18 @@ class Rig:
             waits.append(rows.exposed_s)
             sampled.append(logits)
         stats = feed.table.stats() - before
-        digest = self.checked(f"{len(tokens) - context} steps after {context} tokens", way, sampled)
+        digest = self.checked(f"{len(tokens) - context} steps after {context} tokens", way.label, sampled)
         return DecodeRun(tuple(steps), tuple(to_table), tuple(waits), stats, feed.table.backend, digest)
 
-    def checked(self, what: str, way: Way, logits: Sequence[torch.Tensor]) -> str:
-        """A digest of the logits, if they are those of the runs before. Raises RunsDifferError."""
+    def checked(self, what: str, label: str, logits: Sequence[torch.Tensor]) -> str:
+        """A digest of the logits, or of what stands for them, if it is that of the runs before of the same `what`.
+
+        Raises RunsDifferError, with the labels of both runs.
+        """
         digest = blake2b(torch.cat(list(logits)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
-        first, expected = self._digests.setdefault(what, (way.label, digest))
+        first, expected = self._digests.setdefault(what, (label, digest))
         if digest != expected:
-            raise RunsDifferError(
-                f"{way.label} and {first} gave different logits for {what}; the whole comparison is void"
-            )
+            raise RunsDifferError(f"{label} and {first} gave different logits for {what}; the whole comparison is void")
         return digest
 
 

@@ -21,13 +21,15 @@ from lazyio.engine.account import Meter, percentile
 from lazyio.engine.bench.rig import Rig
 from lazyio.engine.bench.ways import Way
 from lazyio.engine.feed import Feed
-from lazyio.engine.forward import Forward
+from lazyio.engine.forward import Chunk, Forward
 from lazyio.engine.kv.options import KvOptions
 from lazyio.engine.kv.paged import Paged
+from lazyio.engine.models import Model
 from lazyio.engine.planning import Limits
 from lazyio.engine.request import Request
 from lazyio.engine.sampling import Following
 from lazyio.engine.scheduler import Scheduler
+from lazyio.engine.ubatch import Rows
 from lazyio.engine.writing import Plan, Writing
 from lazyio.errors import NeverFits, SettingError
 from lazyio.gate import TableStats
@@ -65,7 +67,7 @@ class StreamsRun:
     host_s: float
     stats: TableStats
     backend: Backend
-    chosen: str  # a digest of the tokens that were chosen
+    logits: str  # a digest of the checksums of all logits
     peak_pages: int | None
 
     @property
@@ -115,24 +117,48 @@ class StreamsOutcome:
         return [run for turns in self.rounds for run in turns if (run.arm, run.again) == (arm, again)]
 
 
+class Summed(Forward):
+    """The model, with a checksum of the logits of each token, and of how many tokens each ubatch was.
+
+    All logits of many streams would take more memory than there may be. Sums of their bits do for a comparison.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.sums: list[torch.Tensor] = []
+        self.sizes: list[int] = []
+
+    def step(self, chunks: Sequence[Chunk], rows: Rows | None) -> torch.Tensor:
+        """See `Forward`."""
+        self.sizes.append(sum(len(tokens) for _, tokens in chunks))
+        return super().step(chunks, rows)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Forward`."""
+        logits = super().logits(hidden)
+        self.sums.append(logits.view(torch.int32).sum(-1))
+        return logits
+
+
 def arms_of(streams: str, ways: Sequence[Way], kv_pages: str) -> list[Arm]:
     """All of them, by numbers of streams and of pages, separated by commas. Raises SettingError for other text."""
     counts = counts_of("--streams", streams)
-    pages = _words("--kv-pages", kv_pages) or ["off"]
-    for word in pages:
-        settings.resolve("kv_pages", word)
+    pages = _words("--kv-pages", kv_pages, "kv_pages") or ["off"]
     return [Arm(count, way, kv) for count in counts for way in ways for kv in pages]
 
 
 def counts_of(name: str, text: str) -> list[int]:
     """Numbers of requests, separated by commas. Raises SettingError for other text."""
-    return [settings.resolve("parallel", word) for word in _words(name, text)]
+    return [int(word) for word in _words(name, text, "parallel")]
 
 
-def _words(name: str, text: str) -> list[str]:
+def _words(name: str, text: str, setting: str) -> list[str]:
+    """Values that a setting can have, each once. Raises SettingError, which names the option, for other text."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if len(set(words)) < len(words):
         raise SettingError(f"{name} is {text!r}; it can be words separated by commas, each once")
+    for word in words:
+        settings.SETTINGS[setting].read(word, f"a word of {name}")
     return words
 
 
@@ -161,15 +187,15 @@ def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, 
     without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
     with rig.feed(way, without_cache, timed=True) as feed:
         each, context = outcome.tokens_each(streams), outcome.context
-        samplers, requests = requests_of(rig, outcome.limits, feed, tokens, streams, each, context)
-        scheduler = Scheduler(Forward(rig.model), feed, admission, outcome.limits, streams)
+        requests, forward = requests_of(rig, outcome.limits, feed, tokens, streams, each, context), Summed(rig.model)
+        scheduler = Scheduler(forward, feed, admission, outcome.limits, streams)
         with closing(scheduler):
             for request in requests:
                 scheduler.add(request)
             while not all(request.replies for request in requests):
                 step(scheduler, requests)
             if scheduler.counts.most_lanes < streams:
-                raise NeverFits(f"{streams} streams have no room at once with kv_pages {arm.kv_pages}: give more pages")
+                raise NeverFits(_no_room(arm))
             before, stats = replace(scheduler.counts), feed.table.stats()
             for _ in range(outcome.steps):
                 step(scheduler, requests)
@@ -177,26 +203,33 @@ def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, 
             rows_s, host_s = counts.rows_s - before.rows_s, counts.host_s - before.host_s
             account = requests[0].meter.account(outcome.steps)
         backend = feed.table.backend
-    what = f"{streams} streams of {outcome.steps} steps after {outcome.context} tokens"
-    chosen = rig.checked(what, way, [torch.tensor(sampler.chosen) for sampler in samplers])
+    cuts = forward.sizes[: -outcome.steps]
+    what = f"{streams} streams of {outcome.steps} steps after {outcome.context} tokens each in {cuts}"
+    logits = rig.checked(what, arm.label, forward.sums)
     steps_s, waits_s = account.steps_s[-outcome.steps :], account.steps_waited_s[-outcome.steps :]
     peak = admission.ledger.pool.peak if isinstance(admission, Paged) else None
-    return StreamsRun(arm, again, steps_s, waits_s, rows_s, host_s, stats, backend, chosen, peak)
+    return StreamsRun(arm, again, steps_s, waits_s, rows_s, host_s, stats, backend, logits, peak)
+
+
+def _no_room(arm: Arm) -> str:
+    have = f"{arm.streams} streams have no room at once"
+    if arm.kv_pages == "off":
+        return f"{have} in windows: lower --streams, --context or --decode"
+    return f"{have} with kv_pages {arm.kv_pages}: give more pages"
 
 
 def requests_of(
     rig: Rig, limits: Limits, feed: Feed, tokens: Sequence[int], count: int, each: int, context: int
-) -> tuple[list[Following], list[Request]]:
-    """So many requests, each for `each` tokens of the text, of which `context` are the prompt; and what chooses."""
-    samplers, requests = [], []
+) -> list[Request]:
+    """So many requests, each for `each` tokens of the text, of which `context` are the prompt."""
+    requests = []
     for start in range(0, count * each, each):
         text = tokens[start : start + each]
         prompt, reply = text[:context], text[context:]
         plan = Plan(prompt, fixed_cuts(len(prompt), limits.ubatch), len(reply), (), ())
         meter = Meter(len(prompt), feed.table, on_cuda=rig.model.device.type == "cuda")
-        samplers.append(Following(reply, rig.model.vocab))
-        requests.append(Request(plan, samplers[-1], Writing(plan, None), meter))
-    return samplers, requests
+        requests.append(Request(plan, Following(reply, rig.model.vocab), Writing(plan, None), meter))
+    return requests
 
 
 def step(scheduler: Scheduler, requests: Sequence[Request]) -> None:

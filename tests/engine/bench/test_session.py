@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lazyio.bench.abba.paths import Place
 from lazyio.cli import app
 from lazyio.engine.bench.rig import Rig
 from lazyio.engine.bench.ways import Way
-from lazyio.engine.feed import TokenRows
+from lazyio.engine.feed import Feed, TokenRows
 
 FEW = ["--decode", "3", "--context", "5", "--rounds", "1", "--ubatch", "8", "--device", "cpu"]
 
@@ -193,7 +194,21 @@ def test_streams(folder: Path, tmp_path: Path) -> None:
         assert 0 < turn["host_s"] < sum(turn["steps_s"])
         assert turn["stats"]["rows"] == turn["arm"]["streams"] * 3 * 8
         assert (turn["peak_pages"] is None) == (turn["arm"]["kv_pages"] == "off")
-    assert len({turn["chosen"] for turn in turns}) == 2
+    assert len({turn["logits"] for turn in turns}) == 2
+
+
+def test_streams_in_pages_are_cut_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for others ends a ubatch: then some streams reply earlier than others, and logits are not compared
+    with those of windows."""
+    options = ["--prompts", "", "--streams", "3", "--kv-pages", "off,40", "--modes", "uring"]
+    result = run(folder, *options, *FEW, "--ubatch", "512", "--context", "300")
+    assert result.exit_code == 0, result.output
+    assert "Logits: equal, bit for bit" in result.output
+    feed, calls = Feed.step, count()
+    monkeypatch.setattr(Feed, "step", lambda self, tokens: feed(self, [([next(calls) % 9], None) for _ in tokens]))
+    result = run(folder, *options, *FEW, "--ubatch", "512", "--context", "300")
+    assert result.exit_code == 2
+    assert "gave different logits for 3 streams of 3 steps" in result.output
 
 
 def test_queues(folder: Path, tmp_path: Path) -> None:
@@ -212,16 +227,17 @@ def test_queues(folder: Path, tmp_path: Path) -> None:
         assert len(turn["queued_s"]) == len(turn["waited_s"]) == turn["queued"]
         assert turn["queued_s"] == sorted(turn["queued_s"])
         assert turn["stats"]["rows"] == (turn["queued"] + 1) * (5 + 3) * 8
-    assert len({turn["chosen"] for turn in turns}) == 2
+    assert len({turn["logits"] for turn in turns}) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--queued", "2", "--prompts", "8", "--decode", "0"], "--queued needs replies"),
-        (["--streams", "0"], "whole number from 1 to 1024"),
+        (["--streams", "0"], "a word of --streams is '0'; it can be a whole number from 1 to 1024"),
+        (["--queued", "two"], "a word of --queued is 'two'"),
         (["--streams", "2,2"], "each once"),
-        (["--streams", "2", "--kv-pages", "some"], "kv_pages is 'some'"),
+        (["--streams", "2", "--kv-pages", "some"], "a word of --kv-pages is 'some'"),
         (["--kv-pages", "auto"], "no effect without --streams"),
         (["--streams", "2", "--prompts", "8", "--decode", "0"], "--decode is 0"),
     ],
