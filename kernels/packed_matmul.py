@@ -90,7 +90,11 @@ EXPAND = Config(8, 512, 4)
 
 #: By the least number of outputs, the first that fits. Inputs and warps decide in which order a row's products are
 #: added, so they don't depend on how many rows there are.
-NARROW: Sequence[tuple[int, Config]] = [(8192, Config(32, 512, 4, 3)), (0, Config(16, 1024, 8, 3))]
+NARROW: Sequence[tuple[int, Config]] = [
+    (65536, Config(64, 256, 4, 4)),
+    (8192, Config(32, 512, 8, 4)),
+    (0, Config(16, 1024, 8, 4)),
+]
 
 
 def launch_narrow(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
@@ -111,10 +115,16 @@ def _stages(config: Config, x: torch.Tensor, weight: PackedWeight, rows: int) ->
     """As many as a program of this GPU has memory for: one buffer less than stages."""
     if x.device.type != "cuda":
         return config.stages
-    has: int = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    has = _shared_bytes(x.device)
     of_rows = rows * x.element_size()
     of_codes = config.outputs * weight.planes[0].nbytes // (weight.shape[0] * weight.shape[1])
     return max(1, min(config.stages, 1 + has // (config.inputs * (of_rows + of_codes + config.outputs // 4))))
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """What a program may have on this GPU."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def _has_narrow(weight: PackedWeight) -> bool:
