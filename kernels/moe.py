@@ -84,7 +84,7 @@ BY_TILE = (
 )
 # Rows of a tile up to which codes of packed weights are multiplied as they are.
 _MOST_BY_CODES = 16
-# There is no room for the products of larger tiles of float32, and Triton 3.6 gets some of packed Q4_0 wrong.
+# Larger tiles of float32, or beside what unpacks weights, have no room for their products.
 _MOST_ROWS_BUT_PLAIN_HALVES = 64
 # Pairs that are looked at at once where they are sorted, and values that are summed at once.
 _SORTED, _SUMMED = 2048, 1024

@@ -6,8 +6,9 @@ sort the pairs by expert and cut those of each expert in *tiles* of rows, all on
 `down_tiles` multiply them, and `combine` sums over the experts of a token. Nothing is summed by atomics, and whatever
 else is in the ubatch, a pair's sums are over the same parts of its inputs in the same order.
 
-Products of a tile are transposed, W x^T: what tensor cores take from registers are the weights then, and a tile of 16
-rows is enough for them.
+Products of a tile with plain weights are transposed, W x^T, so that a tile of 16 rows is enough for tensor cores. With
+packed ones they are not: values that were made in registers must not be what is multiplied from there, since Triton 3.6
+writes the next ones over those that tensor cores still read.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
@@ -51,6 +52,24 @@ def _weights(
 def _act(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
     """silu(gate) * up."""
     return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _add(total: tl.tensor, weights: tl.tensor, values: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
+    """A tile of weights [PART, STEP] multiplied with rows [ROWS, STEP]: [PART, ROWS] if plain, else [ROWS, PART]."""
+    if STORED == "dense":
+        return tl.dot(weights, tl.trans(values), total, input_precision="tf32x3")
+    else:
+        return tl.dot(values, tl.trans(weights.to(values.dtype)), total, input_precision="tf32x3")
+
+
+@triton.jit
+def _by_row(found: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
+    """What `_add` summed, as [ROWS, PART]."""
+    if STORED == "dense":
+        return tl.trans(found)
+    else:
+        return found
 
 
 @triton.jit
@@ -213,16 +232,16 @@ def gate_up_tiles(
     row = tl.program_id(0) * PART + tl.arange(0, PART)
     n = tl.minimum(row, WIDTH - 1)
     x_rows = x + (pair // SLOTS).to(tl.int64)[:, None] * HIDDEN + tl.arange(0, STEP)[None, :]
-    gate, up = tl.zeros((PART, ROWS), tl.float32), tl.zeros((PART, ROWS), tl.float32)
+    gate = tl.zeros((PART, ROWS) if STORED == "dense" else (ROWS, PART), tl.float32)
+    up = gate
     for k in range(0, HIDDEN, STEP):
-        values = tl.trans(tl.load(x_rows + k))
+        values = tl.load(x_rows + k)
         of_gate = _weights(w0, w1, w2, w3, expert, n, k, STORED, 2 * WIDTH, HIDDEN, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
         of_up = _weights(
             w0, w1, w2, w3, expert, n + WIDTH, k, STORED, 2 * WIDTH, HIDDEN, STEP, BLOCK_ROWS, BLOCK_COLUMNS
         )
-        gate = tl.dot(of_gate.to(values.dtype), values, gate, input_precision="tf32x3")
-        up = tl.dot(of_up.to(values.dtype), values, up, input_precision="tf32x3")
-    found = tl.trans(_act(gate, up) * tl.load(weights + pair)[None, :])
+        gate, up = _add(gate, of_gate, values, STORED), _add(up, of_up, values, STORED)
+    found = _by_row(_act(gate, up), STORED) * tl.load(weights + pair)[:, None]
     live = (at < stop)[:, None] & (row < WIDTH)[None, :]
     place_out = at.to(tl.int64)[:, None] * WIDTH + row[None, :]
     tl.store(inner + place_out, found.to(inner.dtype.element_ty), mask=live)
@@ -259,14 +278,14 @@ def down_tiles(
     row = tl.program_id(0) * PART + tl.arange(0, PART)
     n = tl.minimum(row, HIDDEN - 1)
     inner_rows = inner + some.to(tl.int64)[:, None] * WIDTH + tl.arange(0, STEP)[None, :]
-    found = tl.zeros((PART, ROWS), tl.float32)
+    found = tl.zeros((PART, ROWS) if STORED == "dense" else (ROWS, PART), tl.float32)
     for k in range(0, WIDTH, STEP):
-        values = tl.trans(tl.load(inner_rows + k))
+        values = tl.load(inner_rows + k)
         of_down = _weights(w0, w1, w2, w3, expert, n, k, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
-        found = tl.dot(of_down.to(values.dtype), values, found, input_precision="tf32x3")
+        found = _add(found, of_down, values, STORED)
     live = (at < stop)[:, None] & (row < HIDDEN)[None, :]
     place_out = pair.to(tl.int64)[:, None] * HIDDEN + row[None, :]
-    tl.store(parts + place_out, tl.trans(found).to(parts.dtype.element_ty), mask=live)
+    tl.store(parts + place_out, _by_row(found, STORED).to(parts.dtype.element_ty), mask=live)
 
 
 @triton.jit
