@@ -276,7 +276,7 @@ def sweep_launches(connection: dict[str, Way], block: dict[str, Way], of_net: Wa
         (hyper_connection, "BLEND", list(itertools.product((512, 1024, 4096), (2, 4, 8))), connection[STORED]),
         (delta_net, "CONVOLVE", list(itertools.product((8, 16, 32), (128, 256, 512), (4, 8))), of_net),
         (delta_net, "NORM", list(itertools.product((8, 16, 32, 64), (2, 4, 8))), of_net),
-        (ple_block, "CONVOLVE", list(itertools.product((8, 16, 32), (128, 256, 512), (4, 8))), block[KERNELS]),
+        (ple_block, "CONVOLVE", list(itertools.product((16, 32), (128, 256, 512), (4, 8))), block[KERNELS]),
     ]
     for module, name, configs, way in bodies:
         times: dict[int, float] = {}
