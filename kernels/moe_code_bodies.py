@@ -35,15 +35,9 @@ def _products(
 ) -> tl.tensor:
     """Of rows n of an expert's weight with rows of x: float32 [n, rows], 0 for rows that are not live."""
     found = tl.zeros((STEP // 64, n.shape[0], x.shape[0]), tl.float32)
-    scales, units = load_scales(w2, w3, expert, n, 0, STORED, N, K, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
-    last: tl.constexpr = (K - 1) // STEP * STEP
     for k in range(0, K, STEP):
-        following = tl.minimum(k + STEP, last)
-        scales_then, units_then = load_scales(
-            w2, w3, expert, n, following, STORED, N, K, STEP, BLOCK_ROWS, BLOCK_COLUMNS
-        )
+        scales, units = load_scales(w2, w3, expert, n, k, STORED, N, K, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
         found = add_products(found, x, live, w0, w1, scales, units, expert, n, k, STORED, N, K, STEP)
-        scales, units = scales_then, units_then
     return tl.sum(found, 0)
 
 
@@ -114,21 +108,14 @@ def down_rows(
     chosen += token * SLOTS + each % TOGETHER
     x_rows = inner + token.to(tl.int64) * (SLOTS * WIDTH) + m * WIDTH
     found = tl.zeros((STEP // 64, PART * TOGETHER, 8), tl.float32)
-    expert = tl.load(chosen)
-    scales, units = load_scales(w2, w3, expert, n, 0, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
     steps: tl.constexpr = (WIDTH + STEP - 1) // STEP
-    last: tl.constexpr = SLOTS // TOGETHER * steps - 1
     for i in range(SLOTS // TOGETHER * steps):
-        following = tl.minimum(i + 1, last)
-        expert_then = tl.load(chosen + following // steps * TOGETHER)
-        scales_then, units_then = load_scales(
-            w2, w3, expert_then, n, following % steps * STEP, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS
-        )
+        expert = tl.load(chosen + i // steps * TOGETHER)
         rows_now, k = x_rows + i // steps * TOGETHER * WIDTH, i % steps * STEP
+        scales, units = load_scales(w2, w3, expert, n, k, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
         found = add_products(
             found, rows_now, m < TOGETHER, w0, w1, scales, units, expert, n, k, STORED, HIDDEN, WIDTH, STEP
         )
-        expert, scales, units = expert_then, scales_then, units_then
     own = tl.where((each % TOGETHER)[:, None] == m[None, :], tl.sum(found, 0), 0.0)
     total = tl.sum(tl.reshape(tl.sum(own, 1), (PART, TOGETHER)), 1)
     row = tl.program_id(0) * PART + tl.arange(0, PART)
