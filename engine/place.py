@@ -9,7 +9,8 @@ import torch
 
 from lazyio.engine.models.base import Model
 from lazyio.engine.weights.memory import left_on
-from lazyio.errors import NeverFits, SettingError, Unsupported
+from lazyio.engine.weights.trunk import check_device
+from lazyio.errors import NeverFits, SettingError
 from lazyio.host import available_memory_bytes
 from lazyio.units import format_bytes
 
@@ -29,9 +30,7 @@ def device_of(asked: str | torch.device | None) -> torch.device:
         raise SettingError(f"device is {asked!r}; it can be cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
         raise SettingError(f"device is {str(device)!r}; it can be cpu, cuda or cuda:N")
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise Unsupported(f"device is {str(device)!r}, and torch sees {count} CUDA devices here: set device to cpu")
+    check_device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -189,8 +189,9 @@ def plan_dummy(
 
 def check_device(device: torch.device) -> None:
     """Raise Unsupported for a device that is not there."""
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Unsupported(f"device is {device}, and torch finds {torch.cuda.device_count()} CUDA devices here; use cpu")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise Unsupported(f"device is {str(device)!r}, and torch sees {count} CUDA devices here: set device to cpu")
 
 
 def _check(dtype: torch.dtype) -> None:

@@ -342,7 +342,7 @@ def test_arguments_that_can_not_be(write: Write, weights: Tensors) -> None:
         lambda: plan_trunk(source, model, device=absent, dtype=torch.float32),
         lambda: load_model(plan_dummy(model, device=absent, dtype=torch.float32)),
     ):
-        with pytest.raises(Unsupported, match=r"device is cuda:99, and torch finds [0-9]+ CUDA devices here"):
+        with pytest.raises(Unsupported, match=r"device is 'cuda:99', and torch sees [0-9]+ CUDA devices here"):
             planned()
 
 
