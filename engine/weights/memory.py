@@ -40,8 +40,13 @@ def _check(trunk: Trunk, passing: int, left: int, where: str, instead: str) -> N
 
 def _smaller(trunk: Trunk) -> Iterator[str]:
     """Settings and files that would take less."""
-    if trunk.note and not lack_of(trunk.device):
+    can_pack = not lack_of(trunk.device)
+    if trunk.note and can_pack:
         yield "weights packed"
+    if trunk.steps is None:
+        if can_pack and not trunk.packed_bytes:
+            yield "trunk Q4_0"
+        yield "fewer layers"
     if any(form.why for form in trunk.forms.values()):
         yield f"a file of types that need not be expanded: {', '.join(sorted(PACKED_TYPES))}"
     if trunk.dtype.itemsize > 2 and 2 * trunk.packed_bytes < trunk.weights_bytes:

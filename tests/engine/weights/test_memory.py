@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ GIB = 1 << 30
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 GiB left on the host, 16 GiB on the device: 12 free, 4 that torch holds and doesn't use."""
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(memory, "lack_of", lambda device: "")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * GIB, 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * GIB)
@@ -27,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trunk(device: torch.device, dtype: torch.dtype, *forms: Form, note: str = "") -> Trunk:
     of_model = cast(Model, nn.Module())
-    return Trunk(of_model, device, dtype, {str(number): form for number, form in enumerate(forms)}, None, note)
+    return Trunk(of_model, device, dtype, {str(number): form for number, form in enumerate(forms)}, (), note)
 
 
 def values(device: torch.device, dtype: torch.dtype, size_bytes: int, **more: Any) -> Trunk:
@@ -91,3 +93,12 @@ def test_a_smaller_dtype_is_no_help_where_most_is_packed() -> None:
     forms = Form((16, 1 << 30), torch.float32, "Q8_0"), Form((GIB,), torch.float32)
     with pytest.raises(NeverFits, match=r"free some of it, or use a host with more memory$"):
         check_memory(trunk(CPU, torch.float32, *forms), 0)
+
+
+def test_random_weights_that_do_not_fit() -> None:
+    large = trunk(CPU, torch.bfloat16, Form((9 * GIB,), torch.bfloat16))
+    with pytest.raises(NeverFits, match=r"use trunk Q4_0, or fewer layers, or a host with more memory$"):
+        check_memory(replace(large, steps=None), 0)
+    packed = trunk(CPU, torch.bfloat16, Form((32, 1 << 30), torch.bfloat16, "Q4_0"))
+    with pytest.raises(NeverFits, match=r"free some of it, or use fewer layers, or a host with more memory$"):
+        check_memory(replace(packed, steps=None), 0)
