@@ -118,7 +118,7 @@ def _stages(config: Config, x: torch.Tensor, weight: PackedWeight, rows: int) ->
     has = _shared_bytes(x.device)
     of_rows = rows * x.element_size()
     of_codes = config.outputs * weight.planes[0].nbytes // (weight.shape[0] * weight.shape[1])
-    return max(1, min(config.stages, 1 + has // (config.inputs * (of_rows + of_codes + config.outputs // 4))))
+    return max(1, min(config.stages, 1 + has // (config.inputs * (of_rows + of_codes + config.outputs * 3 // 8))))
 
 
 @functools.cache
