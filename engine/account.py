@@ -72,6 +72,8 @@ class Account:
 
     def line(self) -> str:
         """All of it in one line."""
+        if not self.cuts:
+            return f"prompt of {_counted(self.prompt_tokens, 'token')}, not computed"
         return "; ".join([self._speed(), *self._rows(), self._bounds()])
 
     def as_json(self) -> dict[str, Any]:
@@ -143,12 +145,13 @@ class Meter:
         """Count from now on."""
         self._stats = None if self._table is None else self._table.stats()
         self._faults = _major_faults()
-        self._began, self._queued_s = time.perf_counter(), 0.0
+        self._began = time.perf_counter()
+        self._seated: float | None = None
 
     def seated(self, known_tokens: int = 0) -> None:
         """It has a lane, and so many tokens of its prompt are known."""
         self._known_tokens = known_tokens
-        self._queued_s = time.perf_counter() - self._began
+        self._seated = time.perf_counter()
 
     def prompt_done(self, tokens: int, seconds: float) -> None:
         """So many tokens more of the prompt were computed; with the last of them, the first token of the reply."""
@@ -169,6 +172,7 @@ class Meter:
         """Count no further."""
         if self._ended is None:
             self._ended = self._counts()
+            self._seated = self._seated or time.perf_counter()
 
     def account(self, reply_tokens: int) -> Account:
         """What it took so far."""
@@ -188,7 +192,7 @@ class Meter:
             table=stats,
             major_faults=faults,
             backend=None if self._table is None else self._table.backend,
-            queued_s=self._queued_s,
+            queued_s=(self._seated or time.perf_counter()) - self._began,
             most_together=self._together,
             known_tokens=self._known_tokens,
         )

@@ -107,6 +107,7 @@ class LLM:
         self.limits = self._limits_of(settings.resolve("mixed", mixed))
         self._text, self.no_text = _open_text(self.path, shape.vocab)
         self._vocab, self._max_tokens = shape.vocab, shape.max_tokens
+        kv.check(shape)
         if before_loading is not None:
             before_loading(self)
         self.trunk = plan_weights(source, shape, self.device, self.dtype, load_format, weights, trunk)

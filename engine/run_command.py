@@ -165,6 +165,7 @@ def _as_json(request: Request, completion: Completion) -> dict[str, Any]:
         "token_ids": completion.token_ids,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
+        "error": None if completion.error is None else str(completion.error),
         "account": completion.account.as_json(),
     }
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lazyio import settings
 from lazyio.errors import SettingError
 from lazyio.model_options import (
     Device,
@@ -73,6 +74,11 @@ class Request:
             raise SettingError("-p - is given more than once, and there is one stdin to read")
         if self.ids is not None and self.chat is not None:
             raise SettingError("--chat and --no-chat have no effect on --ids, which are taken as they are")
+        if self.mixed is not None and settings.resolve("parallel", self.parallel) == 1:
+            raise SettingError(
+                f"--mixed {self.mixed} has no effect while parallel is 1, where no prompt is computed beside a reply: "
+                "give --parallel, or leave it out"
+            )
 
 
 def run(
@@ -143,7 +149,7 @@ def run(
     batch_invariant: Annotated[
         bool,
         typer.Option(
-            "--batch-invariant", help="No bit depends on what else is computed; slow.", rich_help_panel=_LANES
+            "--batch-invariant", help="Each sequence by itself: no bit depends on others. Slow.", rich_help_panel=_LANES
         ),
     ] = False,
     row_cache: RowCache = None,

@@ -157,8 +157,8 @@ SETTINGS: dict[str, Setting] = {
             "batch_invariant",
             forms.switch(),
             False,
-            "Of the engine: compute each sequence by itself and in blocks of 256 positions, so that no bit depends on "
-            "what else is computed. Slow.",
+            "Of the engine: compute nothing together, but each sequence by itself and in blocks of 256 positions, so "
+            "that no bit depends on what else is computed. A step of N replies takes as long as N steps.",
         ),
         Setting(
             "weights",

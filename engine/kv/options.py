@@ -7,7 +7,8 @@ from typing import Self
 
 from lazyio import settings
 from lazyio.engine.admission import Windows
-from lazyio.engine.kv.paged import Paged, Reuse
+from lazyio.engine.kv.layout import Layout
+from lazyio.engine.kv.paged import Paged, Reuse, check_pages
 from lazyio.engine.models.base import Model
 from lazyio.errors import SettingError
 
@@ -30,6 +31,11 @@ class KvOptions:
         return cls(
             pages, settings.resolve("prefix_reuse", prefix_reuse), settings.resolve("poison_state", poison_state)
         )
+
+    def check(self, outline: Model) -> None:
+        """Raise what shows before weights are read: NeverFits for too few pages, Unsupported as `Layout` does."""
+        if self.pages:
+            check_pages(self.pages, Layout(outline))
 
     def admission(self, model: Model, streams: int, *, batch_invariant: bool) -> Windows | Paged:
         """What gives so many lanes their memory. Raises what `Paged` raises.

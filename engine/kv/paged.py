@@ -63,7 +63,7 @@ class Paged:
             needed = -(-(model.max_tokens + 1) // PAGE) + layout.run_pages
             room = (free - RESERVE_BYTES) // layout.page_bytes - 1
             pages = max(0, min(room, _TIMES * streams * needed))
-        _check_pages(pages, layout)
+        check_pages(pages, layout)
         what = f"a pool of {pages} pages for keys, values and states"
         check_memory((pages + 1) * layout.page_bytes, what, model.device, "lower kv_pages")
         memory = Memory(free + model.weights_bytes, model.weights_bytes, RESERVE_BYTES, layout.page_bytes)
@@ -147,7 +147,8 @@ class Paged:
         return state
 
 
-def _check_pages(pages: int, layout: Layout) -> None:
+def check_pages(pages: int, layout: Layout) -> None:
+    """Raise NeverFits for a pool of fewer pages than a lane takes at least."""
     least = layout.run_pages + 1
     if pages < least:
         raise NeverFits(

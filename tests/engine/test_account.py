@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lazyio.engine.account import Account, describe, percentile
+from lazyio.engine.account import Account, Meter, describe, percentile
 from lazyio.gate import TableStats
 from lazyio.modes import Backend
 
@@ -48,6 +48,14 @@ def test_what_was_not_counted_is_not_claimed() -> None:
     assert "; waited for rows 500.0 ms in the prompt; 1 row, 0 cache hits, 0 reads, 1 fault, " in line
     assert line.startswith("prompt of 2,000 tokens at 500/s, reply of 5 tokens; ")
     assert "; mode off by resident, buffered; " in line
+
+
+def test_a_prompt_that_never_had_its_turn() -> None:
+    assert account(cuts=(), steps_s=(), steps_waited_s=()).line() == "prompt of 2,000 tokens, not computed"
+    waiting = Meter(5, None, on_cuda=False)
+    waiting.end()
+    queued_s = waiting.account(0).queued_s
+    assert waiting.account(0).queued_s == queued_s > 0
 
 
 def test_a_model_without_a_table() -> None:

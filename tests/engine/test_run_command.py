@@ -109,6 +109,11 @@ def test_a_prompt_that_fails_leaves_the_others_whole(model: Path, monkeypatch: p
     assert (result.exit_code, first, failed) == (2, last, "")
     assert any(line.startswith("lazyio: 2: error: planted; ") for line in lines_of(result))
     assert lines_of(result)[-1] == "lazyio: error: planted"
+    result = run(model, "-p", "abc", "-p", "b", "--no-chat", "--max-tokens", "6", "--parallel", "2", "--json")
+    assert [(each["finish_reason"], each["error"]) for each in json.loads(result.stdout)] == [
+        ("length", None),
+        ("error", "planted"),
+    ]
 
 
 def test_ids_in_and_out_without_a_tokenizer(bare: Path, tmp_path: Path) -> None:
@@ -184,6 +189,8 @@ def test_a_seed_repeats_a_reply(model: Path) -> None:
         (["-p", "a", "--stop", ""], "stop has an empty string"),
         (["-p", "a", "--table", "absent"], "absent"),
         (["-p", "a", "--weights", "fast"], "weights is 'fast'; it can be auto, packed or dequantised"),
+        (["-p", "a", "--mixed", "8"], "--mixed 8 has no effect while parallel is 1"),
+        (["-p", "a", "--kv-pages", "1"], "kv_pages comes to 1, and one stream takes"),
         (["-p", "a", "--trunk", "Q4_0"], "trunk is Q4_0, and only weights with load_format 'dummy'"),
     ],
 )
