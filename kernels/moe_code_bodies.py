@@ -123,6 +123,33 @@ def down_rows(
 
 
 @triton.jit
+def down_pairs(
+    inner: tl.tensor,
+    chosen: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    w3: tl.tensor,
+    parts: tl.tensor,  # float32 [pairs, HIDDEN]
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """Some of the outputs of one pair: the first of 8 rows."""
+    pair = tl.program_id(1)
+    expert, m = tl.load(chosen + pair), tl.arange(0, 8)
+    row = tl.program_id(0) * PART + tl.arange(0, PART)
+    n = tl.minimum(row, HIDDEN - 1)
+    x_rows = inner + pair.to(tl.int64) * WIDTH + m * 0
+    found = _products(x_rows, m == 0, w0, w1, w2, w3, expert, n, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
+    tl.store(parts + pair.to(tl.int64) * HIDDEN + row, tl.sum(found, 1), mask=row < HIDDEN)
+
+
+@triton.jit
 def gate_up_tiles(
     x: tl.tensor,
     order: tl.tensor,
