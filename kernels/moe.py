@@ -285,10 +285,8 @@ def _config(ways: Ways, weight: Weight, rows: int) -> Config:
 
 
 def _by_codes(weight: Weight, rows: int) -> bool:
-    """Whether tiles of so few rows are multiplied with the codes of a weight: 32 neighbours must have one scale."""
-    if not isinstance(weight, PackedWeight) or rows > _MOST_BY_CODES:
-        return False
-    return weight.block is None or weight.block[1] % 32 == 0 or weight.block[1] >= weight.shape[-1]
+    """Whether tiles of so few rows are multiplied with the codes of a weight."""
+    return isinstance(weight, PackedWeight) and rows <= _MOST_BY_CODES and weight.whole_groups
 
 
 def _constants(config: Config, weight: Weight, rows: int) -> dict[str, Any]:

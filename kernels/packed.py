@@ -72,6 +72,11 @@ class PackedWeight:
         return sum(plane.nbytes for plane in self.planes)
 
     @property
+    def whole_groups(self) -> bool:
+        """Whether 32 neighbours in a row have one scale at most: all but fp8 with odd blocks."""
+        return self.block is None or self.block[1] % 32 == 0 or self.block[1] >= self.shape[-1]
+
+    @property
     def device(self) -> torch.device:
         """Where the planes are."""
         return self.planes[0].device

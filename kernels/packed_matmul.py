@@ -42,7 +42,7 @@ def matmul(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = Non
     assert out.is_contiguous(), "out is not contiguous"
     if not out.numel():
         return out
-    if len(x) > MOST_NARROW or not _has_narrow(weight):
+    if len(x) > MOST_NARROW or not weight.whole_groups:
         return torch.matmul(x, dequantise(weight, x.dtype).t(), out=out)
     launch_narrow(x, weight, out, next(config for least, config in NARROW if weight.shape[0] >= least))
     return out
@@ -125,11 +125,6 @@ def _stages(config: Config, x: torch.Tensor, weight: PackedWeight, rows: int) ->
 def _shared_bytes(device: torch.device) -> int:
     """What a program may have on this GPU."""
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
-
-
-def _has_narrow(weight: PackedWeight) -> bool:
-    """Whether 32 neighbours in a row have one scale at most: all but fp8 with odd blocks."""
-    return weight.block is None or weight.block[1] % 32 == 0 or weight.block[1] >= weight.shape[-1]
 
 
 def _constants(weight: PackedWeight) -> dict[str, Any]:
