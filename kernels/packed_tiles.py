@@ -98,6 +98,10 @@ def _values(
         s0, s1, more0 = tl.where(half == 0, s0, s2), tl.where(half == 0, s1, s3), tl.where(half == 0, more0, more1)
         v0, v1 = _quarter(words, high, s0, more0, 0, STORED), _quarter(words, high, s1, more0, 1, STORED)
         return tl.reshape(tl.permute(tl.join(v0, v1), (0, 1, 4, 2, 3)), (row.shape[0], BLOCK_K))
+    elif STORED == "Q4_0":
+        v0, v1, v2, v3 = _q4_0(words, s0, s2)
+        all_four = tl.join(tl.join(v0, v2), tl.join(v1, v3))
+        return tl.reshape(tl.permute(all_four, (0, 1, 4, 5, 2, 3)), (row.shape[0], BLOCK_K))
     else:
         v0, v1 = _quarter(words, high, s0, more0, 0, STORED), _quarter(words, high, s1, more0, 1, STORED)
         if STORED == "Q8_0" or STORED == "F8_E4M3":
@@ -245,6 +249,27 @@ def _quarter(
         even += more[:, :, None]
         odd += more[:, :, None]
     return tl.join(even, odd)
+
+
+@triton.jit
+def _q4_0(words: tl.tensor, first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """Values 16 p to 16 p + 16 of each 64, for each p: codes are taken where they are after the fewest shifts."""
+    up8, up12, down8, down12 = words << 8, words << 12, words >> 8, words >> 12
+    v0 = tl.join(_q4_0_at(up12, first, 12), _q4_0_at(words, first, 16))
+    v1 = tl.join(_q4_0_at(up8, first, 12), _q4_0_at(down8, first, 12))
+    v2 = tl.join(_q4_0_at(up8, second, 16), _q4_0_at(down8, second, 16))
+    v3 = tl.join(_q4_0_at(words, second, 12), _q4_0_at(down12, second, 16))
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def _q4_0_at(words: tl.tensor, scale: tl.tensor, PLACE: tl.constexpr) -> tl.tensor:
+    """Of the codes in the bits from PLACE on. In a mantissa they are 1 + code / unit, and all steps are exact."""
+    unit: tl.constexpr = 2.0 ** (23 - PLACE)
+    # One instruction masks and adds the exponent, if only one of the two numbers is known when it is compiled.
+    exponent = (0x3F800000 + tl.program_id(2)).to(tl.uint32)  # no grid has a third dimension
+    number = (words & (15 << PLACE) | exponent).to(tl.float32, bitcast=True)
+    return number * (scale * unit)[:, :, None] - (scale * (unit + 8))[:, :, None]
 
 
 @triton.jit
