@@ -53,6 +53,10 @@ class Admission(Protocol):
         """Take it back. Its state is that of as many of `tokens` as it counts; without them, nobody knows whose."""
         ...
 
+    def clear(self) -> None:
+        """Begin afresh: take all seats back, though one of these calls was interrupted somewhere in the middle."""
+        ...
+
 
 class Window:
     """A seat with a contiguous window in every layer."""
@@ -119,6 +123,10 @@ class Windows:
         """See `Admission`."""
         assert isinstance(seat, Window)
         del self._taken[seat]
+
+    def clear(self) -> None:
+        """See `Admission`."""
+        self._taken.clear()
 
     def _bytes(self, tokens: int) -> int:
         if tokens not in self._sizes:

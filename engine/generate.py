@@ -75,7 +75,8 @@ class Reply(Iterator[Piece]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_request"):  # else it was interrupted while it was made
+            self.close()
 
     def _raise_once(self) -> None:
         if self._request.error is not None and not self._closed:

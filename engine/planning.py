@@ -92,6 +92,11 @@ class Planner:
             for chunk in dropped.chunks:
                 chunk.request.planned -= len(chunk)
 
+    def clear(self) -> None:
+        """Drop all that was planned, of prompts that have all ended."""
+        while self._planned:
+            self._planned.popleft().cancel()
+
     def _chunks(self, lanes: Sequence[Request], room: int) -> tuple[Chunk, ...]:
         chunks: list[Chunk] = []
         for request in lanes:

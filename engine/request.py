@@ -48,6 +48,14 @@ class Request:
             self.first = None
         self.meter.seated(seat.known)
 
+    def end(self, error: Exception | None) -> None:
+        """Nothing more comes of it. What it holds of memory is the scheduler's to give back."""
+        self.ended, self.error = True, error
+        self.meter.end()
+        if self.first is not None:
+            self.first.cancel()
+            self.first = None
+
     def next_cut(self) -> int:
         """Where the ubatch that its next planned token lies in would end, were it alone."""
         marks = () if self.seat is None else self.seat.marks

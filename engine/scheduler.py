@@ -117,13 +117,12 @@ class Scheduler:
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         assert not self._busy, "a scheduler is for one thread at a time"
-        self._busy = True
         try:
+            self._busy = True
             yield
         except BaseException as error:
-            # Nobody knows how far it got. Replies that an interrupt ends have no error: they are just not whole.
-            for request in [*self._lanes, *self._queue]:
-                self._end(request, error if isinstance(error, Exception) else None, is_whole=False)
+            # Replies that an interrupt ends have no error: they are just not whole.
+            self._abandon(error if isinstance(error, Exception) else None)
             raise
         finally:
             self._busy = False
@@ -167,29 +166,36 @@ class Scheduler:
                 except Exception as error:
                     self._end(request, error)
 
+    def _abandon(self, error: Exception | None) -> None:
+        """End all requests where nobody knows how far anything got, not even the taking and giving back of memory."""
+        for request in [*self._lanes, *self._queue]:
+            request.end(request.error or error)
+            request.seat = None
+        self._lanes.clear()
+        self._queue.clear()
+        self._planner.clear()
+        self._asked = Asked()
+        self._admission.clear()
+
     def _end_all(self, requests: Sequence[Request], error: Exception | None) -> None:
         for request in requests:
             self._end(request, error)
 
-    def _end(self, request: Request, error: Exception | None = None, *, is_whole: bool = True) -> None:
+    def _end(self, request: Request, error: Exception | None = None) -> None:
         """Take a request out, with all that it holds. Harmless when done twice.
 
-        Its state is no use to others after an error, or if it is not `is_whole`.
+        Its state is no use to others after an error.
         """
         if request.ended:
             return
-        request.ended, request.error = True, error
-        request.meter.end()
-        if request.first is not None:
-            request.first.cancel()
-            request.first = None
+        request.end(error)
         self._planner.forget(request)
         if request in self._queue:
             self._queue.remove(request)
         if request in self._lanes:
             self._lanes.remove(request)
         if request.seat is not None:
-            self._admission.release(request.seat, request.known if error is None and is_whole else None)
+            self._admission.release(request.seat, request.known if error is None else None)
             request.seat = None
 
     # --- ubatches ----------------------------------------------------------------------------------------------------

@@ -133,6 +133,12 @@ class Ledger:
             self.pool.give_back(seat.runs)
         self.pool.give_back(seat.table.pages)
 
+    def clear(self) -> None:
+        """Begin afresh, though a call was interrupted in the middle: nobody holds anything, and nothing is kept."""
+        self._seats.clear()
+        self.pool.clear()
+        self.prefixes = Prefixes(self.pool, stateful=self.run_pages > 0)
+
     def summary(self) -> str:
         """One line: how the memory of the device is divided. The parts, in whole MiB, sum to what there is."""
         of = self._memory

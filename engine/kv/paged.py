@@ -130,6 +130,11 @@ class Paged:
         is_kept = tokens is not None and self._reuse is not None and self._reuse.ends
         self.ledger.release(seat.claim, tokens[: seat.state.tokens] if is_kept and tokens else None)
 
+    def clear(self) -> None:
+        """See `Admission`. Nothing is kept either."""
+        self._refused = None
+        self.ledger.clear()
+
     def summary(self) -> str:
         """See `Ledger`."""
         return self.ledger.summary()

@@ -27,9 +27,14 @@ class Pool:
     def __init__(self, count: int) -> None:
         assert count > 1, "a pool has the null page and at least one more"
         self._held = np.zeros(count, np.int32)
-        self._held[NULL] = 1
-        self._free = count - 1
         self.peak = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Free all pages but the null page, whoever holds them."""
+        self._held[:] = 0
+        self._held[NULL] = 1
+        self._free = len(self)
 
     def __len__(self) -> int:
         """Pages that can be held: all but the null page."""

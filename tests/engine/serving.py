@@ -84,6 +84,9 @@ class Memory:
     def release(self, seat: Any, tokens: Sequence[int] | None = None) -> None:
         self.free += seat.tokens
 
+    def clear(self) -> None:
+        self.free = self.room
+
 
 class Asked:
     """Rows whose only value is their token."""

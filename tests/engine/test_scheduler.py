@@ -277,6 +277,33 @@ def test_an_interrupt_ends_all_and_the_next_ones_are_served(monkeypatch: pytest.
     assert after.writing.tokens == [101, 102, 103]
 
 
+@pytest.mark.parametrize("method", ["seat", "release"])
+def test_an_interrupt_of_the_bookkeeping_leaves_nothing_behind(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, _, memory = serving(parallel=2, rows=Rows())
+    requests = [request_of([start], 3) for start in (10, 50, 90)]
+    for request in requests:
+        scheduler.add(request)
+    inner = getattr(memory, method)
+
+    def interrupted(*given: Any) -> None:
+        if method == "seat":
+            inner(*given)  # its result is lost
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(scheduler)
+    assert all(request.ended for request in requests)
+    assert memory.free == memory.room
+    assert not scheduler.step()
+    after = request_of([100], 3)
+    scheduler.add(after)
+    run(scheduler)
+    assert after.writing.tokens == [101, 102, 103]
+    assert memory.free == memory.room
+
+
 def test_closing_ends_all() -> None:
     scheduler, _, memory = serving(parallel=1, rows=(rows := Rows()))
     requests = [request_of([start], 6) for start in (10, 50)]

@@ -140,6 +140,18 @@ def resume_point(ledger: Ledger, tokens: list[int]) -> int:
     return ledger.prefixes.match(tokens, len(tokens) - 1).tokens
 
 
+def test_a_ledger_that_was_interrupted_begins_afresh(ledger: Make):
+    made = ledger(10, 2)
+    lane = made.seat(200, 300)
+    made.release(lane, range(400))
+    made.seat(100, 20)
+    made.pool.take(1)  # of a claim that went no further
+    made.clear()
+    assert (made.seated, made.pool.used, made.prefixes.pages) == (0, 0, 0)
+    assert made.prefixes.match(range(400), 400).matched == 0
+    made.release(made.seat(7 * PAGE, 0))
+
+
 def test_without_states_there_are_no_runs(ledger: Make):
     made = ledger(5, run_pages=0)
     seat = made.seat(600, 10)
