@@ -20,20 +20,21 @@ from lazyio.fetchers.base import Int64
 class Request:
     """What is known of a request. `pieces` are those of its reply that nobody has taken, `error` what ended it.
 
-    `planned` tokens of its prompt have a place in a ubatch, `computed` tokens have been computed. `first` are the rows
-    that its prompt begins with, asked for while it waited for a lane, of which `skipped` tokens turned out to be known.
+    `planned` tokens of its prompt have a place in a ubatch. `first` are the rows that its prompt begins with, asked for
+    while it waited for a lane, of which `skipped` tokens turned out to be known; those of `ahead_tokens` count to what
+    is read ahead for the queue.
     """
 
     def __init__(self, plan: Plan, sampler: Sampler, writing: Writing, meter: Meter) -> None:
         self.plan, self.sampler, self.writing, self.meter = plan, sampler, writing, meter
         self.prompt: Int64 = np.array(plan.tokens, np.int64)
         self.known = list(plan.tokens)  # of prompt and reply
-        self.planned = self.computed = self.skipped = 0
+        self.planned = self.skipped = self.ahead_tokens = 0
         self.first: TokenRows | None = None
         self.seat: Seat | None = None
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
-        self.cancelled = self.ended = False
+        self.ended = False
 
     @property
     def replies(self) -> bool:

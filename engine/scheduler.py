@@ -65,6 +65,9 @@ class Scheduler:
         self._planner = Planner(feed, limits)
         self._room_ahead = 0 if feed is None else feed.tokens_ahead // _ROOM_OF_QUEUE
         self._queue: deque[Request] = deque()
+        self._unread: deque[Request] = deque()  # of the queue, those whose rows have not been asked for, and some gone
+        self._ahead_tokens = 0  # of the queue, those whose rows have
+        self._leaving: list[Request] = []  # cancelled while a step was under way
         self._lanes: list[Request] = []
         self._asked = Asked()
         self._busy = False
@@ -79,16 +82,18 @@ class Scheduler:
         request.meter.begin()
         with self._at_work():
             self._queue.append(request)
+            self._unread.append(request)
             self._read_ahead()
         if request.error is not None:
             raise request.error
 
     def cancel(self, request: Request) -> None:
         """End a request where it is. It never waits, and harms nothing when the request has ended."""
-        request.cancelled = True
-        if not self._busy:  # else it is seen to before the next ubatch
-            with self._at_work():
-                self._sweep()
+        if self._busy:
+            self._leaving.append(request)
+            return
+        with self._at_work():
+            self._end(request)
 
     def step(self) -> bool:
         """Compute the next ubatch; False if there is nothing to do. What goes wrong with a request is its `error`.
@@ -110,9 +115,7 @@ class Scheduler:
 
     def close(self) -> None:
         """End all requests where they are."""
-        for request in [*self._lanes, *self._queue]:
-            request.cancelled = True
-        self._sweep()
+        self._end_all([*self._lanes, *self._queue], None)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -130,9 +133,8 @@ class Scheduler:
     # --- who is served -----------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        for request in [*self._lanes, *self._queue]:
-            if request.cancelled:
-                self._end(request)
+        while self._leaving:
+            self._end(self._leaving.pop())
 
     def _seat(self) -> None:
         while self._queue and len(self._lanes) < self._parallel:
@@ -147,32 +149,45 @@ class Scheduler:
                 continue
             self._lanes.append(request)  # in both for a moment, so that an interrupt finds it
             self._queue.popleft()
+            self._take_out(request)
         self.counts.most_lanes = max(self.counts.most_lanes, len(self._lanes))
 
     def _read_ahead(self) -> None:
         """Ask for the rows that queued prompts begin with, the next ones first."""
         if self._feed is None or not self._feed.lookahead:
+            self._unread.clear()
             return
-        room = self._room_ahead
-        for request in tuple(self._queue):
-            alone = not self._lanes and request is self._queue[0]
-            tokens = self._planner.first_of(request, alone=alone)
-            room -= tokens if request.first is None else len(request.first)
-            if room < 0 and not alone:
-                return
-            if request.first is None:
-                try:
-                    request.first = self._feed.ahead([(request.prompt[:tokens], None)], patient=True)
-                except Exception as error:
-                    self._end(request, error)
+        while self._unread:
+            request = self._unread[0]
+            if request.seat is None and not request.ended:
+                alone = not self._lanes and request is self._queue[0]
+                tokens = self._planner.first_of(request, alone=alone)
+                if self._ahead_tokens + tokens > self._room_ahead and not alone:
+                    return
+                self._ask_early(self._feed, request, tokens)
+            self._unread.popleft()
+
+    def _ask_early(self, feed: Feed, request: Request, tokens: int) -> None:
+        try:
+            request.first = feed.ahead([(request.prompt[:tokens], None)], patient=True)
+            request.ahead_tokens = tokens
+            self._ahead_tokens += tokens
+        except Exception as error:
+            self._end(request, error)
+
+    def _take_out(self, request: Request) -> None:
+        """Of the queue: its rows need no more room there."""
+        self._ahead_tokens -= request.ahead_tokens
+        request.ahead_tokens = 0
 
     def _abandon(self, error: Exception | None) -> None:
         """End all requests where nobody knows how far anything got, not even the taking and giving back of memory."""
         for request in [*self._lanes, *self._queue]:
             request.end(request.error or error)
             request.seat = None
-        self._lanes.clear()
-        self._queue.clear()
+        for requests in (self._lanes, self._queue, self._unread, self._leaving):
+            requests.clear()
+        self._ahead_tokens = 0
         self._planner.clear()
         self._asked = Asked()
         self._admission.clear()
@@ -190,10 +205,11 @@ class Scheduler:
             return
         request.end(error)
         self._planner.forget(request)
-        if request in self._queue:
-            self._queue.remove(request)
+        self._take_out(request)
         if request in self._lanes:
             self._lanes.remove(request)
+        elif request in self._queue:
+            self._queue.remove(request)
         if request.seat is not None:
             self._admission.release(request.seat, request.known if error is None else None)
             request.seat = None

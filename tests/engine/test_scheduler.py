@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lazyio.engine.planning import Planner
 from lazyio.engine.request import Request
 from lazyio.errors import ModelError, ReadError
 
@@ -115,6 +116,26 @@ def test_queued_prompts_are_read_ahead_as_long_as_there_is_room() -> None:
     assert [request.first is not None for request in requests] == [False, True, True, True, False, False]
     run(scheduler)
     assert all(asked.taken for asked in rows.asked)
+
+
+def test_a_long_queue_is_not_gone_through_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, _, _ = serving(parallel=2, rows=Rows(tokens_ahead=10**6))
+    looked = 0
+    first_of = Planner.first_of
+
+    def counted(planner: Planner, request: Request, *, alone: bool) -> int:
+        nonlocal looked
+        looked += 1
+        return first_of(planner, request, alone=alone)
+
+    monkeypatch.setattr(Planner, "first_of", counted)
+    requests = [request_of([5], 2) for _ in range(50)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.cancel(requests[30])
+    run(scheduler)
+    assert looked == len(requests)
+    assert [len(request.writing.tokens) for request in requests] == [2] * 30 + [0] + [2] * 19
 
 
 def test_without_lookahead_nothing_is_asked_for_early() -> None:
