@@ -178,7 +178,7 @@ def _by_pair(
     out: torch.Tensor,
 ) -> None:
     sizes = _sizes(chosen, down)
-    hidden, width, slots = sizes.values()
+    width = sizes["WIDTH"]
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
     config = _config(launch.gate_up, gate_up, launch.rows)
     if _by_codes(gate_up, launch.rows):
@@ -188,26 +188,27 @@ def _by_pair(
     body[(-(-width // config.part), chosen.numel())](
         *(x, chosen, weights, *_planes(gate_up), inner), **sizes, **_constants(config, gate_up, launch.rows), **more
     )
+    _down_by_pair(launch, inner, chosen, down, out)
+
+
+def _down_by_pair(launch: Launch, inner: torch.Tensor, chosen: torch.Tensor, down: Weight, out: torch.Tensor) -> None:
+    sizes = _sizes(chosen, down)
+    hidden, width, slots = sizes.values()
     config = _config(launch.down, down, launch.rows)
     constants = _constants(config, down, launch.rows)
-    grid = (-(-hidden // config.part), chosen.numel() if config.together == 0 else len(x))
-    if not _by_codes(down, launch.rows):
-        _bodies().down_rows[grid](
-            *(inner, chosen, *_planes(down), out),
-            **sizes,
-            **constants,
-            TOGETHER=math.gcd(config.together, slots),
-            STAGES=config.stages,
-            UNROLL=config.unroll,
-        )
-        return
-    constants["num_stages"] = _stages(config, down, max(1, config.together) * config.part, 8, x)
-    if config.together:
-        together = math.gcd(config.together, slots)
-        _code_bodies().down_rows[grid](*(inner, chosen, *_planes(down), out), **sizes, **constants, TOGETHER=together)
+    by_codes = _by_codes(down, launch.rows)
+    if by_codes:
+        constants["num_stages"] = _stages(config, down, max(1, config.together) * config.part, 8, inner)
     else:
-        parts = torch.empty(chosen.numel(), hidden, dtype=torch.float32, device=x.device)
-        _code_bodies().down_pairs[grid](
+        constants |= {"STAGES": config.stages, "UNROLL": config.unroll}
+    blocks = -(-hidden // config.part)
+    if config.together:
+        body = _code_bodies().down_rows if by_codes else _bodies().down_rows
+        together = math.gcd(config.together, slots)
+        body[(blocks, len(out))](*(inner, chosen, *_planes(down), out), **sizes, **constants, TOGETHER=together)
+    else:
+        parts = torch.empty(chosen.numel(), hidden, dtype=torch.float32, device=inner.device)
+        _code_bodies().down_pairs[(blocks, chosen.numel())](
             *(inner, chosen, *_planes(down), parts), HIDDEN=hidden, WIDTH=width, **constants
         )
         _combine(parts, out, slots)
