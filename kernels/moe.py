@@ -39,7 +39,7 @@ class Config:
     warps: int
     stages: int
     unroll: int = 1  # steps at once
-    together: int = 1  # slots of a step at most; 0 sums over slots in a launch of its own
+    together: int = 1  # slots of a step at most
 
 
 class Ways(NamedTuple):
@@ -66,12 +66,12 @@ BY_PAIR = Launch(
     math.inf,
     1,
     gate_up=Ways(Config(8, 512, 4, 1), Config(8, 512, 4, 3)),
-    down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(32, 128, 2, 5, together=0)),
+    down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(8, 1024, 4, 3, together=2)),
 )
 #: The first whose mean is not less than that of the ubatch.
 BY_TILE = (
     Launch(
-        12, 16, Ways(Config(64, 64, 4, 4), Config(32, 256, 4, 4)), Ways(Config(64, 64, 4, 4), Config(64, 128, 2, 4))
+        12, 16, Ways(Config(64, 64, 4, 4), Config(32, 256, 4, 3)), Ways(Config(64, 64, 4, 4), Config(32, 256, 4, 3))
     ),
     Launch(24, 32, Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3)), Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3))),
     Launch(96, 64, Ways(Config(64, 64, 4, 4), Config(64, 64, 4, 3)), Ways(Config(128, 64, 4, 4), Config(64, 64, 4, 3))),
@@ -87,7 +87,7 @@ _MOST_BY_CODES = 16
 # Larger tiles of float32, or beside what unpacks weights, have no room for their products.
 _MOST_ROWS_BUT_PLAIN_HALVES = 64
 # Pairs that are looked at at once where they are sorted, and values that are summed at once.
-_SORTED, _SUMMED = 2048, 512
+_SORTED, _SUMMED = 2048, 1024
 
 
 def supports(dtype: torch.dtype, gate_up: Weight, down: Weight) -> bool:
@@ -178,9 +178,9 @@ def _by_pair(
     out: torch.Tensor,
 ) -> None:
     sizes = _sizes(chosen, down)
-    width = sizes["WIDTH"]
+    hidden, width, slots = sizes.values()
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
-    config = _config(launch.gate_up, gate_up, launch.rows)
+    config = _config(launch.gate_up, gate_up)
     if _by_codes(gate_up, launch.rows):
         body, more = _code_bodies().gate_up_rows, {"num_stages": _stages(config, gate_up, 2 * config.part, 8, x)}
     else:
@@ -188,30 +188,18 @@ def _by_pair(
     body[(-(-width // config.part), chosen.numel())](
         *(x, chosen, weights, *_planes(gate_up), inner), **sizes, **_constants(config, gate_up, launch.rows), **more
     )
-    _down_by_pair(launch, inner, chosen, down, out)
-
-
-def _down_by_pair(launch: Launch, inner: torch.Tensor, chosen: torch.Tensor, down: Weight, out: torch.Tensor) -> None:
-    sizes = _sizes(chosen, down)
-    hidden, width, slots = sizes.values()
-    config = _config(launch.down, down, launch.rows)
-    constants = _constants(config, down, launch.rows)
-    by_codes = _by_codes(down, launch.rows)
-    if by_codes:
-        constants["num_stages"] = _stages(config, down, max(1, config.together) * config.part, 8, inner)
+    config = _config(launch.down, down)
+    if _by_codes(down, launch.rows):
+        body, more = _code_bodies().down_rows, {"num_stages": _stages(config, down, 2 * config.part, 8, x)}
     else:
-        constants |= {"STAGES": config.stages, "UNROLL": config.unroll}
-    blocks = -(-hidden // config.part)
-    if config.together:
-        body = _code_bodies().down_rows if by_codes else _bodies().down_rows
-        together = math.gcd(config.together, slots)
-        body[(blocks, len(out))](*(inner, chosen, *_planes(down), out), **sizes, **constants, TOGETHER=together)
-    else:
-        parts = torch.empty(chosen.numel(), hidden, dtype=torch.float32, device=inner.device)
-        _code_bodies().down_pairs[(blocks, chosen.numel())](
-            *(inner, chosen, *_planes(down), parts), HIDDEN=hidden, WIDTH=width, **constants
-        )
-        _combine(parts, out, slots)
+        body, more = _bodies().down_rows, {"STAGES": config.stages, "UNROLL": config.unroll}
+    body[(-(-hidden // config.part), len(x))](
+        *(inner, chosen, *_planes(down), out),
+        **sizes,
+        **_constants(config, down, launch.rows),
+        **more,
+        TOGETHER=math.gcd(config.together, slots),
+    )
 
 
 def _by_tile(
@@ -229,7 +217,7 @@ def _by_tile(
     most_tiles = len(tables[1])
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
     parts = torch.empty(chosen.numel(), hidden, dtype=x.dtype, device=x.device)
-    config = _config(launch.gate_up, gate_up, launch.rows)
+    config = _config(launch.gate_up, gate_up)
     bodies_of = _code_bodies() if _by_codes(gate_up, launch.rows) else _bodies()
     bodies_of.gate_up_tiles[(-(-width // config.part), most_tiles)](
         *(x, *tables, weights, *_planes(gate_up), inner),
@@ -238,7 +226,7 @@ def _by_tile(
         **_constants(config, gate_up, launch.rows),
         num_stages=_stages(config, gate_up, 2 * config.part, launch.rows, x),
     )
-    config = _config(launch.down, down, launch.rows)
+    config = _config(launch.down, down)
     bodies_of = _code_bodies() if _by_codes(down, launch.rows) else _bodies()
     bodies_of.down_tiles[(-(-hidden // config.part), most_tiles)](
         *(inner, *tables, *_planes(down), parts),
@@ -248,13 +236,7 @@ def _by_tile(
         **_constants(config, down, launch.rows),
         num_stages=_stages(config, down, config.part, launch.rows, x),
     )
-    _combine(parts, out, slots)
-
-
-def _combine(parts: torch.Tensor, out: torch.Tensor, slots: int) -> None:
-    """The sum over the pairs of each token, in their order."""
-    tokens, hidden = out.shape
-    _bodies().combine[(tokens, -(-hidden // _SUMMED))](parts, out, HIDDEN=hidden, SLOTS=slots, PART=_SUMMED)
+    _bodies().combine[(len(x), -(-hidden // _SUMMED))](parts, out, HIDDEN=hidden, SLOTS=slots, PART=_SUMMED)
 
 
 def sorted_by_expert(chosen: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -280,14 +262,15 @@ def sorted_by_expert(chosen: torch.Tensor, experts: int, rows: int) -> tuple[tor
     return order, tiles, total
 
 
-def _config(ways: Ways, weight: Weight, rows: int) -> Config:
-    is_packed = isinstance(weight, PackedWeight) and (rows > _MOST_BY_CODES or _by_codes(weight, rows))
-    return ways.packed if is_packed else ways.plain
+def _config(ways: Ways, weight: Weight) -> Config:
+    return ways.packed if isinstance(weight, PackedWeight) else ways.plain
 
 
 def _by_codes(weight: Weight, rows: int) -> bool:
-    """Whether tiles of so few rows are multiplied with the codes of a weight."""
-    return isinstance(weight, PackedWeight) and rows <= _MOST_BY_CODES and weight.whole_groups
+    """Whether tiles of so few rows are multiplied with the codes of a weight: 32 neighbours must have one scale."""
+    if not isinstance(weight, PackedWeight) or rows > _MOST_BY_CODES:
+        return False
+    return weight.block is None or weight.block[1] % 32 == 0 or weight.block[1] >= weight.shape[-1]
 
 
 def _constants(config: Config, weight: Weight, rows: int) -> dict[str, Any]:
@@ -357,7 +340,7 @@ KERNEL = Kernel(
     bodies=lambda: [
         *(_bodies().gate_up_rows, _bodies().down_rows, _bodies().count, _bodies().place),
         *(_bodies().gate_up_tiles, _bodies().down_tiles, _bodies().combine),
-        *(_code_bodies().gate_up_rows, _code_bodies().down_rows, _code_bodies().down_pairs),
+        *(_code_bodies().gate_up_rows, _code_bodies().down_rows),
         *(_code_bodies().gate_up_tiles, _code_bodies().down_tiles),
     ],
 )

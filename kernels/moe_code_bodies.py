@@ -35,9 +35,15 @@ def _products(
 ) -> tl.tensor:
     """Of rows n of an expert's weight with rows of x: float32 [n, rows], 0 for rows that are not live."""
     found = tl.zeros((STEP // 64, n.shape[0], x.shape[0]), tl.float32)
+    scales, units = load_scales(w2, w3, expert, n, 0, STORED, N, K, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
+    last: tl.constexpr = (K - 1) // STEP * STEP
     for k in range(0, K, STEP):
-        scales, units = load_scales(w2, w3, expert, n, k, STORED, N, K, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
+        following = tl.minimum(k + STEP, last)
+        scales_then, units_then = load_scales(
+            w2, w3, expert, n, following, STORED, N, K, STEP, BLOCK_ROWS, BLOCK_COLUMNS
+        )
         found = add_products(found, x, live, w0, w1, scales, units, expert, n, k, STORED, N, K, STEP)
+        scales, units = scales_then, units_then
     return tl.sum(found, 0)
 
 
@@ -108,45 +114,25 @@ def down_rows(
     chosen += token * SLOTS + each % TOGETHER
     x_rows = inner + token.to(tl.int64) * (SLOTS * WIDTH) + m * WIDTH
     found = tl.zeros((STEP // 64, PART * TOGETHER, 8), tl.float32)
+    expert = tl.load(chosen)
+    scales, units = load_scales(w2, w3, expert, n, 0, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
     steps: tl.constexpr = (WIDTH + STEP - 1) // STEP
+    last: tl.constexpr = SLOTS // TOGETHER * steps - 1
     for i in range(SLOTS // TOGETHER * steps):
-        expert = tl.load(chosen + i // steps * TOGETHER)
+        following = tl.minimum(i + 1, last)
+        expert_then = tl.load(chosen + following // steps * TOGETHER)
+        scales_then, units_then = load_scales(
+            w2, w3, expert_then, n, following % steps * STEP, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS
+        )
         rows_now, k = x_rows + i // steps * TOGETHER * WIDTH, i % steps * STEP
-        scales, units = load_scales(w2, w3, expert, n, k, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
         found = add_products(
             found, rows_now, m < TOGETHER, w0, w1, scales, units, expert, n, k, STORED, HIDDEN, WIDTH, STEP
         )
+        expert, scales, units = expert_then, scales_then, units_then
     own = tl.where((each % TOGETHER)[:, None] == m[None, :], tl.sum(found, 0), 0.0)
     total = tl.sum(tl.reshape(tl.sum(own, 1), (PART, TOGETHER)), 1)
     row = tl.program_id(0) * PART + tl.arange(0, PART)
     tl.store(out + token.to(tl.int64) * HIDDEN + row, total, mask=row < HIDDEN)
-
-
-@triton.jit
-def down_pairs(
-    inner: tl.tensor,
-    chosen: tl.tensor,
-    w0: tl.tensor,
-    w1: tl.tensor,
-    w2: tl.tensor,
-    w3: tl.tensor,
-    parts: tl.tensor,  # float32 [pairs, HIDDEN]
-    HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STORED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    PART: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
-    """Some of the outputs of one pair: the first of 8 rows."""
-    pair = tl.program_id(1)
-    expert, m = tl.load(chosen + pair), tl.arange(0, 8)
-    row = tl.program_id(0) * PART + tl.arange(0, PART)
-    n = tl.minimum(row, HIDDEN - 1)
-    x_rows = inner + pair.to(tl.int64) * WIDTH + m * 0
-    found = _products(x_rows, m == 0, w0, w1, w2, w3, expert, n, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
-    tl.store(parts + pair.to(tl.int64) * HIDDEN + row, tl.sum(found, 1), mask=row < HIDDEN)
 
 
 @triton.jit

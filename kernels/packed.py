@@ -9,8 +9,7 @@ of Q4_K and Q5_K become bytes. `_PLANES` has the planes of each type, and packed
             for the exponents that make floats of both. Rows are filled up to a whole number of 64
     high    what codes have above 4 bits, of each word: 4 bits or 4 pairs of bits for its lower half, then for its upper
     scales  one a group: float16; or scale and least value, float16 both, in the low and the high half of a word
-    units   K-quants' scales are integers (with the least value in the high byte) of which a block of 256 has the unit;
-            kernels load words, so Q6_K's is a float32
+    units   K-quants' scales are integers (with the least value in the high byte) of which a block of 256 has the unit
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PLANES: dict[str, tuple[tuple[int, torch.dtype], ...]] = {
     "Q5_1": (_CODES, _HIGH, (32, _WORD)),
     "Q4_K": (_CODES, (32, torch.int16), (256, _WORD)),
     "Q5_K": (_CODES, _HIGH, (32, torch.int16), (256, _WORD)),
-    "Q6_K": (_CODES, (8, torch.int16), (16, torch.int8), (256, torch.float32)),
+    "Q6_K": (_CODES, (8, torch.int16), (16, torch.int8), (256, _HALF)),
 }
 _FP8 = "F8_E4M3"
 _BYTES = ("Q8_0", _FP8)
@@ -70,11 +69,6 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes of all planes."""
         return sum(plane.nbytes for plane in self.planes)
-
-    @property
-    def whole_groups(self) -> bool:
-        """Whether 32 neighbours in a row have one scale at most: all but fp8 with odd blocks."""
-        return self.block is None or self.block[1] % 32 == 0 or self.block[1] >= self.shape[-1]
 
     @property
     def device(self) -> torch.device:
@@ -241,7 +235,7 @@ def _split_q5_k(block: torch.Tensor) -> list[torch.Tensor]:
 def _split_q6_k(block: torch.Tensor) -> list[torch.Tensor]:
     upper = bits(block[:, 128:192].view(-1, 2, 32), 2).transpose(2, 3).reshape(-1, 256)
     codes = nibbles(block[:, :128].contiguous(), 64) | upper << 4
-    return [codes, block[:, 192:208].view(torch.int8), _as(_HALF, block[:, 208:]).float()]
+    return [codes, block[:, 192:208].view(torch.int8), _as(_HALF, block[:, 208:])]
 
 
 _SPLIT: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {

@@ -42,7 +42,7 @@ def matmul(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = Non
     assert out.is_contiguous(), "out is not contiguous"
     if not out.numel():
         return out
-    if len(x) > MOST_NARROW or not weight.whole_groups:
+    if len(x) > MOST_NARROW or not _has_narrow(weight):
         return torch.matmul(x, dequantise(weight, x.dtype).t(), out=out)
     launch_narrow(x, weight, out, next(config for least, config in NARROW if weight.shape[0] >= least))
     return out
@@ -90,11 +90,7 @@ EXPAND = Config(8, 512, 4)
 
 #: By the least number of outputs, the first that fits. Inputs and warps decide in which order a row's products are
 #: added, so they don't depend on how many rows there are.
-NARROW: Sequence[tuple[int, Config]] = [
-    (65536, Config(64, 256, 4, 4)),
-    (8192, Config(32, 512, 8, 4)),
-    (0, Config(16, 1024, 8, 4)),
-]
+NARROW: Sequence[tuple[int, Config]] = [(8192, Config(32, 512, 4, 3)), (0, Config(16, 1024, 8, 3))]
 
 
 def launch_narrow(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
@@ -115,16 +111,15 @@ def _stages(config: Config, x: torch.Tensor, weight: PackedWeight, rows: int) ->
     """As many as a program of this GPU has memory for: one buffer less than stages."""
     if x.device.type != "cuda":
         return config.stages
-    has = _shared_bytes(x.device)
+    has: int = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     of_rows = rows * x.element_size()
     of_codes = config.outputs * weight.planes[0].nbytes // (weight.shape[0] * weight.shape[1])
     return max(1, min(config.stages, 1 + has // (config.inputs * (of_rows + of_codes + config.outputs * 3 // 8))))
 
 
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    """What a program may have on this GPU."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+def _has_narrow(weight: PackedWeight) -> bool:
+    """Whether 32 neighbours in a row have one scale at most: all but fp8 with odd blocks."""
+    return weight.block is None or weight.block[1] % 32 == 0 or weight.block[1] >= weight.shape[-1]
 
 
 def _constants(weight: PackedWeight) -> dict[str, Any]:

@@ -62,8 +62,12 @@ def narrow(
     m = tl.program_id(0) % pieces * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.minimum(n, N - 1)
     acc = tl.zeros((BLOCK_K // 64, BLOCK_N, BLOCK_M), tl.float32)
+    scales, units = load_scales(p2, p3, 0, row, 0, STORED, N, K, BLOCK_K, ROWS, COLUMNS)
+    last: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
     for k in range(0, K, BLOCK_K):
-        scales, units = load_scales(p2, p3, 0, row, k, STORED, N, K, BLOCK_K, ROWS, COLUMNS)
+        following = tl.minimum(k + BLOCK_K, last)
+        scales_then, units_then = load_scales(p2, p3, 0, row, following, STORED, N, K, BLOCK_K, ROWS, COLUMNS)
         acc = add_products(acc, x + m * K, m < rows, p0, p1, scales, units, 0, row, k, STORED, N, K, BLOCK_K)
+        scales, units = scales_then, units_then
     place = out + m[None, :] * N + n[:, None]
     tl.store(place, tl.sum(acc, 0).to(out.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])

@@ -5,8 +5,8 @@
 
 adds the products of a tile with some rows x; acc is float32 [BLOCK_K // 64, BLOCK_N, M], and `tl.sum(acc, 0)` at
 the end the product. This is for few rows (M 8 or 16), where weights' bytes are what takes time: codes are multiplied as
-they are, exact in any dtype, and sums of 16 or 32 products scaled then. A row's sums don't depend on other rows. In a
-loop over k, Triton loads codes, scales and rows as many tiles ahead as its stages allow, if both calls are of one tile.
+they are, exact in any dtype, and sums of 16 or 32 products scaled then. A row's sums don't depend on other rows. Triton
+loads what is multiplied ahead of time, but not scales: ask for those of the next tile before the products of this one.
 
 * x [M] points to the first input of each row, float32, bfloat16 or float16; those that are not `live` [M] count as 0.
 * The others are as they are for `packed_tiles.load_tile`; of fp8, COLUMNS are a multiple of 32, or K.
@@ -93,10 +93,8 @@ def _add_half(
     """Products of 32 of each 64 values, from `start` on."""
     rows0 = _inputs(x, live, start, 16, K, CHECKED)
     rows1 = _inputs(x, live, start + 16, 16, K, CHECKED)
-    # Triton loads ahead of time what matrices are made of. So that it does so with scales, nothing of them is in codes.
-    nothing = (scale * 0.0)[:, :, None]
-    codes0 = _operand(pairs_of(words, high, 2 * HALF, STORED), rows0, nothing if HALF == 0 else 0.0, STORED)
-    codes1 = _operand(pairs_of(words, high, 2 * HALF + 1, STORED), rows1, 0.0, STORED)
+    codes0 = _operand(pairs_of(words, high, 2 * HALF, STORED), rows0, STORED)
+    codes1 = _operand(pairs_of(words, high, 2 * HALF + 1, STORED), rows1, STORED)
     products = tl.dot(codes0, rows0, input_precision="ieee")
     if STORED == "Q6_K":
         acc += products * scale[:, :, None]
@@ -107,7 +105,7 @@ def _add_half(
         # What codes have too much is taken off with the least values. float32 has no room for it.
         more -= scale * (0 if rows0.dtype == tl.float32 else 128 if rows0.dtype == tl.bfloat16 else 1024)
         # Made as codes are, so that both products take the same layout of rows.
-        half = tl.broadcast_to(1.0 + nothing, words.shape).to(rows0.dtype)
+        half = tl.full(words.shape, 1.0, rows0.dtype)
         ones = tl.reshape(tl.join(half, half), codes0.shape)
         sums = tl.dot(ones, rows1, tl.dot(ones, rows0, input_precision="ieee"), input_precision="ieee")
         acc += sums * more[:, :, None]
@@ -127,54 +125,39 @@ def _inputs(
 
 
 @triton.jit
-def _operand(pairs: tl.tensor, rows: tl.tensor, nothing: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
+def _operand(pairs: tl.tensor, rows: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
     """What pairs of codes stand for, before it is scaled: [groups, BLOCK_N, 16] in the dtype of rows, and exact."""
+    zero: tl.constexpr = 8 if STORED == "Q4_0" else 16 if STORED == "Q5_0" else 32 if STORED == "Q6_K" else 0
+    with_sums: tl.constexpr = STORED == "Q4_1" or STORED == "Q5_1" or STORED == "Q4_K" or STORED == "Q5_K"
     if STORED == "IQ4_NL":
-        low, upper = iq4_value(pairs & 0xFFFF) + nothing, iq4_value(pairs >> 16) + nothing
+        both = tl.join(iq4_value(pairs & 0xFFFF).to(rows.dtype), iq4_value(pairs >> 16).to(rows.dtype))
     elif rows.dtype == tl.bfloat16:
-        low, upper = _bfloat16(pairs, nothing, STORED)
+        if STORED == "Q8_0":
+            # 128 + 7 bits, less 128 or, where the sign bit is set, 256.
+            low, upper = _halves(pairs & 0x007F007F | 0x43004300, tl.bfloat16)
+            less_low, less_upper = _halves(pairs & 0x00800080 | 0x43004300, tl.bfloat16)
+            both = tl.join(low - less_low, upper - less_upper)
+        elif STORED == "F8_E4M3":
+            low, upper = _halves((pairs & 0x007F007F) << 4 | (pairs & 0x00800080) << 8, tl.bfloat16)
+            both = tl.join(low * 1.329227995784916e36, upper * 1.329227995784916e36)  # 2 ** 120
+        else:
+            low, upper = _halves(pairs | 0x43004300, tl.bfloat16)
+            if not with_sums:
+                low, upper = low - (128.0 + zero), upper - (128.0 + zero)
+            both = tl.join(low, upper)
     else:
-        low, upper = _float16(pairs, nothing, STORED, rows.dtype == tl.float32)
-    return tl.reshape(tl.join(low.to(rows.dtype), upper.to(rows.dtype)), (pairs.shape[0], pairs.shape[1], 16))
-
-
-@triton.jit
-def _bfloat16(pairs: tl.tensor, nothing: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
-    if STORED == "Q8_0":
-        # 128 + 7 bits, less 128 or, where the sign bit is set, 256.
-        low, upper = _halves(pairs & 0x007F007F | 0x43004300, tl.bfloat16)
-        less_low, less_upper = _halves(pairs & 0x00800080 | 0x43004300, tl.bfloat16)
-        more = tl.cast(0.0 + nothing, tl.bfloat16)
-        return low - less_low + more, upper - less_upper + more
-    elif STORED == "F8_E4M3":
-        low, upper = _halves((pairs & 0x007F007F) << 4 | (pairs & 0x00800080) << 8, tl.bfloat16)
-        unit = tl.cast(1.329227995784916e36 + nothing, tl.bfloat16)  # 2 ** 120
-        return low * unit, upper * unit
-    else:
-        low, upper = _halves(pairs | 0x43004300, tl.bfloat16)
-        if STORED == "Q4_0" or STORED == "Q5_0" or STORED == "Q6_K":
-            zero: tl.constexpr = 8 if STORED == "Q4_0" else 16 if STORED == "Q5_0" else 32
-            less = tl.cast(128.0 + zero + nothing, tl.bfloat16)
-            low, upper = low - less, upper - less
-        return low, upper
-
-
-@triton.jit
-def _float16(pairs: tl.tensor, nothing: tl.tensor, STORED: tl.constexpr, EXACT: tl.constexpr) -> tl.tensor:
-    if STORED == "F8_E4M3":
-        low, upper = _halves((pairs & 0x007F007F) << 7 | (pairs & 0x00800080) << 8, tl.float16)
-        unit = tl.cast(256.0 + nothing, tl.float16)
-        return low * unit, upper * unit
-    else:
-        turned = pairs ^ 0x00800080 if STORED == "Q8_0" else pairs
-        low, upper = _halves(turned | 0x64006400, tl.float16)
-        has_least: tl.constexpr = STORED == "Q4_1" or STORED == "Q5_1" or STORED == "Q4_K" or STORED == "Q5_K"
-        if EXACT or not has_least:
-            small: tl.constexpr = 8 if STORED == "Q4_0" else 16 if STORED == "Q5_0" else 0
-            zero: tl.constexpr = 32 if STORED == "Q6_K" else 128 if STORED == "Q8_0" else small
-            less = tl.cast(1024.0 + zero + nothing, tl.float16)
-            low, upper = low - less, upper - less
-        return low, upper
+        if STORED == "Q8_0":
+            low, upper = _halves(pairs ^ 0x00800080 | 0x64006400, tl.float16)
+            both = tl.join(low - 1152.0, upper - 1152.0)
+        elif STORED == "F8_E4M3":
+            low, upper = _halves((pairs & 0x007F007F) << 7 | (pairs & 0x00800080) << 8, tl.float16)
+            both = tl.join(low * 256.0, upper * 256.0)
+        else:
+            low, upper = _halves(pairs | 0x64006400, tl.float16)
+            if not with_sums or rows.dtype == tl.float32:
+                low, upper = low - (1024.0 + zero), upper - (1024.0 + zero)
+            both = tl.join(low, upper)
+    return tl.reshape(both.to(rows.dtype), (pairs.shape[0], pairs.shape[1], 16))
 
 
 @triton.jit

@@ -250,16 +250,13 @@ def configs(launch: Launch, body: str, is_packed: bool) -> list[Config]:
 
 
 def of_codes(launch: Launch, body: str) -> list[Config]:
-    """Each warp has 64 of a step's inputs at least: with fewer, some would do the same."""
-    steps = ((128, 2), (256, 4), (512, 4), (512, 8))
     if launch.rows > 1:
-        ways = itertools.product((16, 32, 64, 128), steps, (3, 4), (1,))
-    elif body == "gate_up":
-        ways = itertools.product((8, 16, 32), (*steps, (1024, 8)), (3, 4, 5), (1,))
-    else:
-        ways = itertools.product((16, 32, 64), (*steps[:2], (1024, 4)), (3, 5), (0,))
-        ways = itertools.chain(ways, itertools.product((8, 16), (*steps[:2], (1024, 4)), (3, 5), (2,)))
-    return [Config(part, step, warps, stages, 1, together) for part, (step, warps), stages, together in ways]
+        ways = itertools.product((16, 32, 64), (128, 256, 512), (4, 8), (3, 4))
+        return [Config(*way) for way in ways]
+    if body == "gate_up":
+        return [Config(*way) for way in itertools.product((8, 16), (256, 512, 1024), (4, 8), (2, 3, 4))]
+    ways = itertools.product(((8, 2), (16, 1), (16, 2)), (128, 256, 1024), (2, 4, 8), (3, 4))
+    return [Config(part, step, warps, stages, 1, together) for (part, together), step, warps, stages in ways]
 
 
 def runs(work: Work, launch: Launch) -> bool:

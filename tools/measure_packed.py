@@ -38,12 +38,6 @@ from lazyio.kernels.packed_tiles import load_tile
 TYPES = "Q4_0,Q4_K,Q5_K,Q6_K,Q8_0,F8_E4M3"
 SHAPES = "2560x6144,12288x2560,10240x2560,248320x2560"
 console = Console(width=140)
-#: That are compared: outputs, inputs, warps and stages.
-LAUNCHES = [
-    *(Config(16, 512, 8, 6), Config(16, 1024, 8, 4), Config(16, 1024, 16, 4), Config(16, 2048, 16, 3)),
-    *(Config(32, 256, 4, 6), Config(32, 512, 4, 4), Config(32, 512, 8, 4), Config(32, 1024, 16, 3)),
-    *(Config(64, 256, 4, 4), Config(64, 512, 8, 3), Config(128, 256, 4, 3), Config(128, 256, 8, 4)),
-]
 
 
 def main(
@@ -214,9 +208,10 @@ def measure_many(stored: str, sizes: Sequence[Sequence[int]], counts: Sequence[i
 def sweep_launches(stored: str, size: Sequence[int], counts: Sequence[int], bandwidth: float, until: float) -> None:
     weights = weights_of(stored, size)
     few = [rows_of(count, size) for count in counts]
+    configs = [Config(*one) for one in itertools.product((16, 32, 64), (512, 1024, 2048), (4, 8, 16), (2, 3, 4))]
     with ThreadPoolExecutor(12) as pool:  # compiles several at a time
-        works = pool.map(lambda config: all(right(x, weights[0], config) for x in few), LAUNCHES)
-        configs = [config for config, one_works in zip(LAUNCHES, works, strict=True) if one_works]
+        works = pool.map(lambda config: sensible(config) and all(right(x, weights[0], config) for x in few), configs)
+        configs = [config for config, one_works in zip(configs, works, strict=True) if one_works]
     times: dict[Config, list[float]] = {}
     for config in configs:
         if time.monotonic() > until:
@@ -232,6 +227,12 @@ def sweep_launches(stored: str, size: Sequence[int], counts: Sequence[int], band
         told = (config.outputs, config.inputs, config.warps, config.stages)
         table.add_row("x".join(map(str, size)), *map(str, told), *cells)
     console.print(table)
+
+
+def sensible(config: Config) -> bool:
+    """From one to eight groups of 64 inputs and 16 outputs in each warp, and none without inputs of its own."""
+    groups = config.inputs // 64 * (config.outputs // 16)
+    return config.inputs >= 64 * config.warps and config.warps <= groups <= 8 * config.warps
 
 
 def launched_as(config: Config, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -18,6 +18,10 @@ from lazyio.engine.bench.prompts import PromptOutcome, Timed
 from lazyio.engine.bench.queueing import QueueOutcome, QueueRun
 from lazyio.engine.bench.streams import StreamsOutcome, StreamsRun
 from lazyio.engine.bench.ways import Way
+
+T = TypeVar("T")
+#: What a column shows of the runs of an arm, by its name.
+Columns = dict[str, Callable[[list[T]], str]]
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ def _prompt_table(outcome: PromptOutcome, ways: Sequence[Way]) -> Table:
     heat = "warm" if outcome.warm else "cold"
     cuts = f"{len(outcome.cuts)} ubatches of at most {max(outcome.cuts):,}" if len(outcome.cuts) > 1 else "one ubatch"
     table = _table(f"prompt of {outcome.tokens:,} tokens, {heat}, {cuts}: median [lowest, highest]", "mode +lookahead")
-    columns: dict[str, Callable[[list[Timed]], str]] = {
+    columns: Columns[Timed] = {
         "T, ms": lambda runs: _spread([1e3 * timed.run.wall_s for timed in runs]),
         "T*, ms": lambda runs: _middle([1e3 * timed.floor_s for timed in runs]),
         "T / T*": lambda runs: _spread([timed.run.wall_s / timed.floor_s for timed in runs]),
@@ -74,37 +78,29 @@ def _prompt_table(outcome: PromptOutcome, ways: Sequence[Way]) -> Table:
         "reads": lambda runs: _middle([timed.run.stats.reads for timed in runs]),
         "faults": lambda runs: _middle([timed.run.counters.major_faults for timed in runs]),
     }
-    for name in columns:
-        table.add_column(name, justify="right")
     resident = outcome.of(ways[0])
-    for way, again in _turns(ways):
-        runs = outcome.of(way, again=again)
-        table.add_row(f"{way.label}{' (again)' if again else ''}", *(Text(cell(runs)) for cell in columns.values()))
-    return table
+    turns = _turns(ways)
+    return _filled(table, columns, [(_label(way.label, again), outcome.of(way, again=again)) for way, again in turns])
 
 
 def _decode_table(outcome: DecodeOutcome) -> Table:
     steps = f"{outcome.steps:,} steps after {outcome.context:,} tokens"
     table = _table(f"decode, {steps}, cold, no row cache: median [lowest, highest]", "mode")
-    columns: dict[str, Callable[[list[Steps]], str]] = {
+    columns: Columns[Steps] = {
         "waited\np50, us": lambda runs: _spread([steps.waits_us[0] for steps in runs]),
         "waited\np99, us": lambda runs: _spread([steps.waits_us[1] for steps in runs]),
         "the least,\nus": lambda runs: _middle([outcome.least_us(steps) for steps in runs]),
         "to the table\np50, us": lambda runs: _middle([1e6 * statistics.median(s.run.to_table_s) for s in runs]),
         "step\np50, us": lambda runs: _middle([1e6 * statistics.median(steps.run.steps_s) for steps in runs]),
     }
-    for name in columns:
-        table.add_column(name, justify="right")
-    for way, again in _turns(outcome.ways):
-        runs = outcome.of(way, again=again)
-        table.add_row(f"{way.mode}{' (again)' if again else ''}", *(Text(cell(runs)) for cell in columns.values()))
-    return table
+    turns = _turns(outcome.ways)
+    return _filled(table, columns, [(_label(way.mode, again), outcome.of(way, again=again)) for way, again in turns])
 
 
 def _streams_table(outcome: StreamsOutcome) -> Table:
     steps = f"{outcome.steps:,} steps after {outcome.context:,} tokens"
     table = _table(f"decode of several streams, {steps}, cold, no row cache: median [lowest, highest]", "streams, mode")
-    columns: dict[str, Callable[[list[StreamsRun]], str]] = {
+    columns: Columns[StreamsRun] = {
         "tokens/s": lambda runs: _spread([run.tokens_per_s for run in runs]),
         "step\np50, us": lambda runs: _middle([run.step_us for run in runs]),
         "waited\np50, us": lambda runs: _middle([run.waits_us[0] for run in runs]),
@@ -113,38 +109,44 @@ def _streams_table(outcome: StreamsOutcome) -> Table:
         "scheduler,\n% of a step": lambda runs: _middle([100 * run.host_share for run in runs]),
         "peak\npages": lambda runs: _middle([run.peak_pages or 0 for run in runs]),
     }
-    for name in columns:
-        table.add_column(name, justify="right")
-    for arm, again in [*((arm, False) for arm in outcome.arms), (outcome.arms[0], True)]:
-        runs = outcome.of(arm, again=again)
-        table.add_row(f"{arm.label}{' (again)' if again else ''}", *(Text(cell(runs)) for cell in columns.values()))
-    return table
+    turns = _turns(outcome.arms)
+    return _filled(table, columns, [(_label(arm.label, again), outcome.of(arm, again=again)) for arm, again in turns])
 
 
 def _queue_table(outcome: QueueOutcome) -> Table:
     each = f"prompts of {outcome.context:,} tokens, replies of {outcome.steps + 1:,}"
     table = _table(f"one lane, {each}, cold, no row cache: median [lowest, highest]", "queued, mode +lookahead")
-    columns: dict[str, Callable[[list[QueueRun]], str]] = {
+    columns: Columns[QueueRun] = {
         "first in the\nqueue, s": lambda runs: _middle([run.queued_s[0] for run in runs]),
         "the queued waited\nfor rows, ms each": lambda runs: _middle(_milliseconds(runs)),
         "at most,\nms": lambda runs: _middle([1e3 * max(run.waited_s) for run in runs]),
         "who had no queue\nwaited, ms": lambda runs: _middle([1e3 * run.first_waited_s for run in runs]),
     }
-    for name in columns:
-        table.add_column(name, justify="right")
-    for arm, again in [*((arm, False) for arm in outcome.arms), (outcome.arms[0], True)]:
-        label = f"{arm[0]}, {arm[1].label}{' (again)' if again else ''}"
-        table.add_row(label, *(Text(cell(outcome.of(arm, again=again))) for cell in columns.values()))
-    return table
+    turns = _turns(outcome.arms)
+    labels = [_label(f"{queued}, {way.label}", again) for (queued, way), again in turns]
+    return _filled(table, columns, zip(labels, [outcome.of(arm, again=again) for arm, again in turns], strict=True))
 
 
 def _milliseconds(runs: Sequence[QueueRun]) -> list[float]:
     return [1e3 * statistics.fmean(run.waited_s) for run in runs]
 
 
-def _turns(ways: Sequence[Way]) -> list[tuple[Way, bool]]:
-    """All ways, and the first one's second run."""
-    return [*((way, False) for way in ways), (ways[0], True)]
+def _turns(arms: Sequence[T]) -> list[tuple[T, bool]]:
+    """All arms, and the first one's second run."""
+    return [*((arm, False) for arm in arms), (arms[0], True)]
+
+
+def _label(arm: str, again: bool) -> str:
+    return f"{arm} (again)" if again else arm
+
+
+def _filled(table: Table, columns: Columns[T], rows: Iterable[tuple[str, list[T]]]) -> Table:
+    """A row for each label, with a cell of its runs in each column."""
+    for name in columns:
+        table.add_column(name, justify="right")
+    for label, runs in rows:
+        table.add_row(label, *(Text(cell(runs)) for cell in columns.values()))
+    return table
 
 
 def _over(runs: Sequence[Timed], others: Sequence[Timed]) -> list[float]:

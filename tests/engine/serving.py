@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from lazyio.engine import LLM
 from lazyio.engine.account import Meter
 from lazyio.engine.planning import Limits
 from lazyio.engine.request import Request
-from lazyio.engine.sampling import Sampler, Sampling
+from lazyio.engine.sampling import Following, Sampler, Sampling
 from lazyio.engine.scheduler import Scheduler
 from lazyio.engine.writing import Plan, Writing
 from lazyio.errors import NoRoom, ReadError
@@ -176,3 +177,37 @@ def serving(
 def run(scheduler: Scheduler) -> None:
     while scheduler.step():
         pass
+
+
+class Recording(Following):
+    """Follows a text, and keeps the logits of each step."""
+
+    def __init__(self, text: Sequence[int], vocab: int) -> None:
+        super().__init__(text, vocab)
+        self.logits: list[torch.Tensor] = []
+
+    @property
+    def is_greedy(self) -> bool:
+        return False
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        self.logits.append(logits.clone())
+        return super().choose(logits)
+
+
+def followed(llm: LLM, texts: Sequence[tuple[list[int], list[int]]]) -> tuple[list[torch.Tensor], list[int]]:
+    """Of each prompt and the text that follows it, all at once, the logits [tokens, vocab] that each token of this was
+    chosen by, and how many tokens of the prompt were known."""
+    samplers, requests = [], []
+    for prompt, text in texts:
+        request = llm._request(llm._plan(prompt, len(text), ()), Sampling())
+        request.sampler = sampler = Recording(text, llm.model.vocab)
+        llm.scheduler.add(request)
+        samplers.append(sampler)
+        requests.append(request)
+    run(llm.scheduler)
+    for request, (_, text) in zip(requests, texts, strict=True):
+        assert request.error is None
+        assert request.writing.tokens == text
+    known = [request.meter.account(0).known_tokens for request in requests]
+    return [torch.stack(sampler.logits) for sampler in samplers], known

@@ -11,48 +11,15 @@ import torch
 
 from lazyio.engine import LLM
 from lazyio.engine.generate import Completion
-from lazyio.engine.request import Request
-from lazyio.engine.sampling import Following
+
+from .serving import followed
 
 MODELS = ("qwen4_exp", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma3n")
 
 
-class Recording(Following):
-    """Follows a text, and keeps the logits of each step."""
-
-    def __init__(self, text: Sequence[int], vocab: int) -> None:
-        super().__init__(text, vocab)
-        self.logits: list[torch.Tensor] = []
-
-    @property
-    def is_greedy(self) -> bool:
-        return False
-
-    def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        self.logits.append(logits.clone())
-        return super().choose(logits)
-
-
 def logits_of(llm: LLM, texts: Sequence[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
     """Of each prompt and the text that follows it, the logits [tokens, vocab] that each token of this was chosen by."""
-    requests: list[tuple[Request, Recording]] = []
-    for prompt, text in texts:
-        request = llm._request(llm._plan(prompt, len(text), ()), llm_sampling())
-        request.sampler = recording = Recording(text, llm.model.vocab)
-        llm.scheduler.add(request)
-        requests.append((request, recording))
-    while llm.scheduler.step():
-        pass
-    for (request, _), (_, text) in zip(requests, texts, strict=True):
-        assert request.error is None
-        assert request.writing.tokens == text
-    return [torch.stack(recording.logits) for _, recording in requests]
-
-
-def llm_sampling() -> Any:
-    from lazyio.engine import Sampling
-
-    return Sampling()
+    return followed(llm, texts)[0]
 
 
 def texts_of(pair: Any, count: int, longest: int) -> list[tuple[list[int], list[int]]]:

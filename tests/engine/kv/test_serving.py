@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from lazyio.engine import LLM, Sampling
+from lazyio.engine import LLM
 from lazyio.engine.kv.paged import Paged
 from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.kv.prefixes import Prefixes
-from lazyio.engine.sampling import Following
 from lazyio.errors import ModelError, NeverFits, NoRoom, SettingError
+
+from ..serving import followed
 
 ALL = ("qwen4_exp", "gemma4", "gemma3n", "qwen3_5", "qwen3_5_moe")
 Saved = Callable[[str], tuple[Any, Path]]
@@ -119,38 +120,6 @@ def test_batch_invariant_replies_do_not_depend_on_what_is_known(saved: Saved) ->
     with opened(folder, ubatch=512, mixed=256, batch_invariant=True, prefix_reuse=False) as (llm, expected):
         llm.generate(second, max_tokens=5)
     assert torch.equal(torch.cat(seen), torch.cat(expected))
-
-
-class Recording(Following):
-    """Follows a text, and keeps the logits of each step."""
-
-    def __init__(self, text: list[int], vocab: int) -> None:
-        super().__init__(text, vocab)
-        self.logits: list[torch.Tensor] = []
-
-    @property
-    def is_greedy(self) -> bool:
-        return False
-
-    def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        self.logits.append(logits.clone())
-        return super().choose(logits)
-
-
-def followed(llm: LLM, texts: list[tuple[list[int], list[int]]]) -> tuple[list[torch.Tensor], list[int]]:
-    """The logits after which each prompt goes on as given, and how many of its tokens were known."""
-    samplers, requests = [], []
-    for prompt, text in texts:
-        request = llm._request(llm._plan(prompt, len(text), ()), Sampling())
-        request.sampler = sampler = Recording(text, llm.model.vocab)
-        llm.scheduler.add(request)
-        samplers.append(sampler)
-        requests.append(request)
-    while llm.scheduler.step():
-        pass
-    assert all(request.error is None for request in requests)
-    known = [request.meter.account(0).known_tokens for request in requests]
-    return [torch.stack(sampler.logits) for sampler in samplers], known
 
 
 @pytest.mark.parametrize("name", ALL)
