@@ -20,7 +20,7 @@ from lazyio.engine.kv.paged import Paged
 from lazyio.engine.llm import LLM
 from lazyio.engine.prompt import Prompt
 from lazyio.engine.sampling import Sampling
-from lazyio.errors import LazyIOError, PromptError
+from lazyio.errors import PromptError
 from lazyio.run import Request
 
 
@@ -112,13 +112,15 @@ def _asked(llm: LLM, request: Request, prompt: Prompt) -> Prompt:
 
 def _show_all(replies: Sequence[Reply], llm: LLM, *, silent: bool) -> None:
     """Print one after the other. What goes wrong with one is raised when the others are whole."""
-    failed: LazyIOError | None = None
+    failed: Exception | None = None
     for i, reply in enumerate(replies):
         if i and not silent:
             print(flush=True)
         try:
             _show(reply, llm, silent=silent)
-        except LazyIOError as error:
+        except BrokenPipeError:
+            raise  # nobody reads any of them
+        except Exception as error:
             failed = failed or error
     if failed is not None:
         raise failed

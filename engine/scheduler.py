@@ -23,7 +23,7 @@ from lazyio.engine.planning import Limits, Planned, Planner
 from lazyio.engine.request import Request
 from lazyio.engine.sampling import choose_each
 from lazyio.engine.waits import Wait
-from lazyio.errors import NoRoom
+from lazyio.errors import NeverFits, NoRoom
 
 # Queued prompts are read ahead until their rows would take so much of what the table has room for: one part in so many.
 # The rest is for the prompts that are being computed, which come behind them in the queue of reads.
@@ -231,7 +231,7 @@ class Scheduler:
             awaited = time.perf_counter()
             tokens = [] if chosen is None else chosen.tolist()  # the one time that the host waits for the device
         except Exception as error:  # all of their states are somewhere in the middle
-            self._end_all(batch.requests, error)
+            self._end_all(batch.requests, _told(error, batch))
             return
         done = time.perf_counter()
         for place, failure in ({} if rows is None else rows.failed).items():
@@ -295,6 +295,18 @@ class Scheduler:
             self._asked = Asked(tuple(requests), self._feed.step(tokens))
         except Exception as error:
             self._end_all(requests, error)
+
+
+def _told(error: Exception, batch: Batch) -> Exception:
+    """What a forward pass failed with, in our own words where it lacked memory."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return error
+    told = NeverFits(
+        f"memory ran out while {len(batch)} tokens of {len(batch.requests)} sequences were computed: lower ubatch, "
+        "mixed or parallel, or set kv_pages to fewer pages"
+    )
+    told.__cause__ = error
+    return told
 
 
 def _note(batch: Batch, wait: Wait, seconds: float, awaited_s: float) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 from lazyio.cli import app
 from lazyio.engine import LLM
+from lazyio.engine.forward import Forward
 from lazyio.engine.request import Request as ServedRequest
 from lazyio.errors import ModelError
 
@@ -114,6 +116,20 @@ def test_a_prompt_that_fails_leaves_the_others_whole(model: Path, monkeypatch: p
         ("length", None),
         ("error", "planted"),
     ]
+
+
+def test_a_forward_pass_that_fails_leaves_those_that_waited_whole(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(forward: Forward, chunks: Any, rows: Any) -> Any:
+        monkeypatch.setattr(Forward, "step", step)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    step = Forward.step
+    monkeypatch.setattr(Forward, "step", fails)
+    result = run(model, "-p", "ab", "-p", "abc", "--no-chat", "--max-tokens", "6")
+    with LLM(model, device="cpu") as llm:
+        whole = llm.generate("abc", max_tokens=6)[0].text
+    assert (result.exit_code, result.stdout.splitlines()) == (2, ["", whole])
+    assert lines_of(result)[-1].startswith("lazyio: error: memory ran out while 2 tokens of 1 sequences were computed")
 
 
 def test_ids_in_and_out_without_a_tokenizer(bare: Path, tmp_path: Path) -> None:

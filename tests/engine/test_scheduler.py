@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyio.engine.planning import Planner
 from lazyio.engine.request import Request
-from lazyio.errors import ModelError, ReadError
+from lazyio.errors import ModelError, NeverFits, ReadError
 
 from .serving import BROKEN, UNREADABLE, Rows, request_of, run, serving
 
@@ -267,6 +268,19 @@ def test_a_forward_pass_that_fails_ends_who_was_in_it() -> None:
     run(scheduler)
     assert [str(request.error) for request in requests] == ["out of something"] * 2 + ["None"]
     assert requests[2].writing.tokens == counting(91, 6)
+    assert memory.free == memory.room
+
+
+def test_memory_that_runs_out_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, model, memory = serving(parallel=2)
+    for request in (requests := [request_of([start, start + 1], 6) for start in (10, 50)]):
+        scheduler.add(request)
+    monkeypatch.setattr(model, "step", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+    run(scheduler)
+    message = "memory ran out while 4 tokens of 2 sequences were computed: lower ubatch, mixed or parallel"
+    for request in requests:
+        with pytest.raises(NeverFits, match=message):
+            raise request.error or AssertionError
     assert memory.free == memory.room
 
 
