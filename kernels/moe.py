@@ -61,7 +61,7 @@ class Launch:
 
 #: Up to so many tokens, pairs of a token and an expert are taken one by one, as BY_PAIR says.
 FEW = 8
-#: Chosen for qwen4_exp on an H200, as all of these.
+#: By what programs take of registers and memory of an H200, for qwen4_exp, as all of these.
 BY_PAIR = Launch(
     math.inf,
     1,
