@@ -107,7 +107,7 @@ def _streams_table(outcome: StreamsOutcome) -> Table:
         "waited\np99, us": lambda runs: _middle([run.waits_us[1] for run in runs]),
         "asking for\nrows, us": lambda runs: _middle([1e6 * run.rows_s / len(run.steps_s) for run in runs]),
         "scheduler,\n% of a step": lambda runs: _middle([100 * run.host_share for run in runs]),
-        "peak\npages": lambda runs: _middle([run.peak_pages or 0 for run in runs]),
+        "peak\npages": lambda runs: _middle([n for run in runs if (n := run.peak_pages) is not None]),
     }
     turns = _turns(outcome.arms)
     return _filled(table, columns, [(_label(arm.label, again), outcome.of(arm, again=again)) for arm, again in turns])
@@ -166,7 +166,8 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _middle(values: Sequence[float]) -> str:
-    return _figure(statistics.median(values))
+    """The median; a dash where there is nothing of the kind."""
+    return _figure(statistics.median(values)) if values else "-"
 
 
 def _figure(value: float) -> str:

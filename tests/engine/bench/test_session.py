@@ -183,6 +183,9 @@ def test_streams(folder: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "decode of several streams, 3 steps after 5 tokens" in result.output
+    last = {line.split("  ")[0].strip(): line.split()[-1] for line in result.output.splitlines() if line.strip()}
+    assert last["1, uring"] == "-"
+    assert int(last["3, uring, pages 40"].split(".")[0]) > 0
     measured = json.loads(out.read_text())["streams"]
     (turns,) = measured["rounds"]
     arms = [(*turn["arm"].values(), turn["again"]) for turn in turns]
