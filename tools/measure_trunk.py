@@ -75,7 +75,7 @@ class Ours:
 
 
 def main(
-    layers: Annotated[int, typer.Option(help="Layers, the fourth with attention; 5 GB each.")] = 4,
+    layers: Annotated[int, typer.Option(min=2, help="Layers, the fourth with attention; 5 GB each.")] = 4,
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8192,
     ubatch: Annotated[int, typer.Option(help="Tokens of our ubatches.")] = 2048,
     rows: Annotated[int, typer.Option(help="Rows of the table, about.")] = 320_000,
@@ -84,6 +84,8 @@ def main(
     kernels: Annotated[int, typer.Option(help="Print so many kernels that took longest.")] = 0,
     size: Annotated[str, typer.Option(help="tiny or true; on a CPU only tiny makes sense.")] = "true",
 ) -> None:
+    if layers < 4 and not alone:
+        raise typer.BadParameter("transformers takes no fewer than 4 layers, the fourth has attention; or give --alone")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made = torch.Generator().manual_seed(0)
     reference = build_reference(size, layers, rows, device)
@@ -169,7 +171,8 @@ def compare(ways: dict[str, Callable[[], torch.Tensor]], rounds: int, device: to
     if THEIRS in found:
         error = ((found[OURS].float() - found[THEIRS].float()).norm() / found[THEIRS].float().norm()).item()
         console.print(f"hidden states differ by {error:.2g} of their size")
-        if not error < (0.2 if device.type == "cuda" else 1e-3):
+        # In float32 nothing is rounded as far, but of blocks with equal scores, as of 0, each takes others.
+        if not error < (0.2 if device.type == "cuda" else 2e-2):
             raise SystemExit("the results disagree, so no time counts")
     times: dict[str, list[float]] = {name: [] for name in ways}
     order = [THEIRS, OURS, OURS, THEIRS] if THEIRS in ways else [OURS, OURS]

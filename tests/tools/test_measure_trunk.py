@@ -46,6 +46,19 @@ def test_both_models_and_every_part(tool: ModuleType, monkeypatch: pytest.Monkey
         assert name in output
 
 
+def test_tokens_that_have_blocks_with_equal_scores(tool: ModuleType):
+    assert "its time over ours" in run(tool, "--tokens", "128")
+
+
+def test_fewer_layers_than_transformers_takes(tool: ModuleType):
+    assert tool.THEIRS not in run(tool, "--layers", "2", "--alone").lower()
+    app = tool.typer.Typer()
+    app.command()(tool.main)
+    result = CliRunner().invoke(app, [*TINY, "--layers", "3"])
+    assert result.exit_code == 2
+    assert "no fewer than 4 layers" in result.output
+
+
 def test_alone_with_kernels(tool: ModuleType):
     output = run(tool, "--alone", "--kernels", "3")
     assert tool.THEIRS not in output
