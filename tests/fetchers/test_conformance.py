@@ -172,8 +172,10 @@ class LeavesADescriptor(Correct):
 
 
 class LeavesAThread(Correct):
+    found = threading.Event()
+
     def close(self) -> None:
-        threading.Timer(0.5, time.time).start()
+        threading.Thread(target=self.found.wait, daemon=True).start()
         super().close()
 
 
@@ -300,8 +302,12 @@ def test_a_fault_is_found(fetcher: type[Fetcher], test: str, arguments: tuple[st
         def make(self, extents: Sequence[Extent], row_bytes: int) -> Fetcher:
             return fetcher(extents, row_bytes, FetcherOptions())
 
-    with pytest.raises(AssertionError):
-        getattr(Suite(), test)(*arguments, tmp_path)
+    LeavesAThread.found.clear()
+    try:
+        with pytest.raises(AssertionError):
+            getattr(Suite(), test)(*arguments, tmp_path)
+    finally:
+        LeavesAThread.found.set()
 
 
 def test_a_child_that_hangs_fails_or_is_killed_is_told_apart() -> None:
