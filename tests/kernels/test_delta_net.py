@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -17,7 +15,7 @@ from lazyio.engine.state import State
 from lazyio.engine.ubatch import Ubatch
 from lazyio.errors import Unsupported
 from lazyio.kernels import delta_net
-from lazyio.kernels.delta_net import Arguments, convolve, gated_norm, rates, supports
+from lazyio.kernels.delta_net import CONVOLVE, NORM, Arguments, convolve, gated_norm, rates, supports
 
 SMALL = (40, 4, 3, 24)
 
@@ -152,44 +150,18 @@ def test_without_triton():
     assert last.startswith("lazyio.errors.Unsupported: the kernel around the delta rule needs Triton, which can't be")
 
 
-COMPILE = """
-import json
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from lazyio.kernels import delta_net_bodies as bodies
-from lazyio.kernels.delta_net import CONVOLVE, NORM
-
-types = dict.fromkeys(("beta", "log_decay", "log_rate", "bias"), "*fp32")
-types |= {"eps": "fp32", "count": "i32", "blocks": "*i32", "places": "*i64"}
-rows, width, warps = CONVOLVE
-runs = {
-    "convolve": (dict(CHANNELS=10240, REACH=3, ROWS=rows, KEPT=4, WIDTH=width), warps),
-    "rates": (dict(HEADS=48, BLOCK=256), 4),
-    "gated_norm": (dict(DIM=128, BLOCK=128, ROWS=NORM[0], SILU=False), NORM[1]),
-}
-for name, (constants, warps) in runs.items():
-    body = getattr(bodies, name)
-    at = {argument: (body.arg_names.index(argument),) for argument in body.arg_names}
-    kinds = {argument: "constexpr" if argument in constants else types.get(argument, "*bf16") for argument in at}
-    source = ASTSource(
-        body,
-        kinds,
-        {at[argument]: value for argument, value in constants.items()},
-        {place: [["tt.divisibility", 16]] for argument, place in at.items() if kinds[argument].startswith("*")},
-    )
-    options = {"num_warps": warps, "num_stages": 3}
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(json.dumps([name, compiled.metadata.shared, compiled.asm["ptx"]]))
-"""
-
-
-def test_bodies_compile_for_an_h200():
+def test_bodies_compile_for_an_h200(compile_for_h200: Callable[..., list[tuple[str, int, str]]]):
     """Which need not be there."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    compiled = {name: text for name, _, text in map(json.loads, done.stdout.splitlines())}
+    types = dict.fromkeys(("beta", "log_decay", "log_rate", "bias"), "*fp32")
+    types |= {"eps": "fp32", "count": "i32", "blocks": "*i32", "places": "*i64"}
+    rows, width, warps = CONVOLVE
+    launches = [
+        ("convolve", {"CHANNELS": 10240, "REACH": 3, "ROWS": rows, "KEPT": 4, "WIDTH": width}, warps, 3),
+        ("rates", {"HEADS": 48, "BLOCK": 256}, 4, 3),
+        ("gated_norm", {"DIM": 128, "BLOCK": 128, "ROWS": NORM[0], "SILU": False}, NORM[1], 3),
+    ]
+    found = compile_for_h200("lazyio.kernels.delta_net_bodies", launches, types)
+    compiled = {name: text for name, _, text in found}
     assert list(compiled) == ["convolve", "rates", "gated_norm"]
     assert "ld.global.v4" in compiled["convolve"]
     assert "ld.global.v4" in compiled["gated_norm"]

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from lazyio.engine.layers import hyper_connection as layers
 from lazyio.engine.layers.hyper_connection import HyperConnection, StreamMixer, Streams
 from lazyio.engine.layers.linear import Linear
 from lazyio.errors import Unsupported
-from lazyio.kernels.hyper_connection import Arguments, blend, connect, mix, supports
+from lazyio.kernels.hyper_connection import BLEND, CONNECT, MIX, Arguments, blend, connect, mix, supports
 
 HIDDEN, COUNT, RANK = 24, 3, 5
 
@@ -164,47 +163,18 @@ def test_without_triton():
     assert last.startswith("lazyio.errors.Unsupported: the kernel of hyper-connections needs Triton, which can't be")
 
 
-COMPILE = """
-import json
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from lazyio.kernels import hyper_connection_bodies as bodies
-from lazyio.kernels.hyper_connection import BLEND, CONNECT, MIX
-
-shape = dict(STREAMS=4, HIDDEN=2560)
-floats, whole = {"logits": "*fp32", "injected": "*fp32", "eps": "fp32"}, {"tokens": "i32"}
-rows, warps = CONNECT
-runs = [("connect", dict(BLOCK=4096, ROWS=rows, PARTS=4, NORM=True, INJECT=True), warps, 3)]
-for one in MIX:
-    sizes = dict(RANK=320, BESIDE=4, ROWS=one.rows, WIDTH=one.width, PART=64, ACTIVATE=one.activate)
-    runs.append(("mix", sizes, one.warps, one.stages))
-runs.append(("blend", dict(WIDTH=BLEND[0]), BLEND[1], 3))
-for name, constants, warps, stages in runs:
-    body = getattr(bodies, name)
-    constants = {**shape, **constants}
-    at = {argument: (body.arg_names.index(argument),) for argument in body.arg_names}
-    types = {
-        argument: "constexpr" if argument in constants else {**floats, **whole}.get(argument, "*bf16")
-        for argument in at
-    }
-    source = ASTSource(
-        body,
-        types,
-        {at[argument]: value for argument, value in constants.items()},
-        {place: [["tt.divisibility", 16]] for argument, place in at.items() if types[argument].startswith("*")},
-    )
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
-    print(json.dumps([name, compiled.metadata.shared, compiled.asm["ptx"]]))
-"""
-
-
-def test_bodies_compile_for_an_h200():
+def test_bodies_compile_for_an_h200(compile_for_h200: Callable[..., list[tuple[str, int, str]]]):
     """Which need not be there."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    shape = {"STREAMS": 4, "HIDDEN": 2560}
+    types = {"logits": "*fp32", "injected": "*fp32", "eps": "fp32", "tokens": "i32"}
+    rows, warps = CONNECT
+    connect = dict(shape, BLOCK=4096, ROWS=rows, PARTS=4, NORM=True, INJECT=True)
+    launches: list[tuple[str, dict[str, Any], int, int]] = [("connect", connect, warps, 3)]
+    for one in MIX:
+        sizes = {"RANK": 320, "BESIDE": 4, "ROWS": one.rows, "WIDTH": one.width, "PART": 64, "ACTIVATE": one.activate}
+        launches.append(("mix", shape | sizes, one.warps, one.stages))
+    launches.append(("blend", dict(shape, WIDTH=BLEND[0]), BLEND[1], 3))
+    compiled = compile_for_h200("lazyio.kernels.hyper_connection_bodies", launches, types)
     assert [name for name, _, _ in compiled] == ["connect", "mix", "mix", "blend"]
     for name, shared_bytes, text in compiled:
         assert shared_bytes <= 100_000  # so that two programs have room beside each other

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -16,7 +14,7 @@ from lazyio.engine.layers.ngram_embedding import NgramEmbedding
 from lazyio.engine.state import State
 from lazyio.engine.ubatch import Ubatch
 from lazyio.errors import Unsupported
-from lazyio.kernels.ple_block import Arguments, ple_block, supports
+from lazyio.kernels.ple_block import CONVOLVE, Arguments, ple_block, supports
 
 
 def in_parts(given: Arguments, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -155,43 +153,17 @@ def test_without_triton():
     )
 
 
-COMPILE = """
-import json
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from lazyio.kernels import ple_block_bodies as bodies
-from lazyio.kernels.ple_block import CONVOLVE
-
-types = {"gates": "*fp32", "eps": "fp32", "blocks": "*i32", "places": "*i64"}
-rows, width, warps = CONVOLVE
-runs = {
-    "gate": dict(BLOCK=4096),
-    "convolve": dict(KERNEL=4, DILATION=3, REACH=9, ROWS=rows, KEPT=16, WIDTH=width),
-}
-for name, constants in runs.items():
-    body = getattr(bodies, name)
-    constants = {"STREAMS": 4, "HIDDEN": 2560, **constants}
-    at = {argument: (body.arg_names.index(argument),) for argument in body.arg_names}
-    kinds = {argument: "constexpr" if argument in constants else types.get(argument, "*bf16") for argument in at}
-    source = ASTSource(
-        body,
-        kinds,
-        {at[argument]: value for argument, value in constants.items()},
-        {place: [["tt.divisibility", 16]] for argument, place in at.items() if kinds[argument].startswith("*")},
-    )
-    options = {"num_warps": warps, "num_stages": 3}
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(json.dumps([name, compiled.metadata.shared, compiled.asm["ptx"]]))
-"""
-
-
-def test_bodies_compile_for_an_h200():
+def test_bodies_compile_for_an_h200(compile_for_h200: Callable[..., list[tuple[str, int, str]]]):
     """Which need not be there."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    compiled = {name: text for name, _, text in map(json.loads, done.stdout.splitlines())}
+    types = {"gates": "*fp32", "eps": "fp32", "blocks": "*i32", "places": "*i64"}
+    rows, width, warps = CONVOLVE
+    shape = {"STREAMS": 4, "HIDDEN": 2560}
+    launches = [
+        ("gate", dict(shape, BLOCK=4096), warps, 3),
+        ("convolve", dict(shape, KERNEL=4, DILATION=3, REACH=9, ROWS=rows, KEPT=16, WIDTH=width), warps, 3),
+    ]
+    found = compile_for_h200("lazyio.kernels.ple_block_bodies", launches, types)
+    compiled = {name: text for name, _, text in found}
     assert list(compiled) == ["gate", "convolve"]
     assert all("ld.global.v4" in text or "ld.global.v2" in text for text in compiled.values())
     assert "bar.sync" in compiled["convolve"]
