@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -43,6 +42,13 @@ class Admission(Protocol):
 
     def seat(self, prompt: Int64, max_tokens: int) -> Seat:
         """Room for a prompt and the longest reply. Raises NoRoom where others must go first."""
+        ...
+
+    def apart(self, tokens: int) -> Seat:
+        """Room for a sequence of so many tokens that takes no lane, of which nothing is known or marked.
+
+        Raises NoRoom where others must go first, NeverFits where it would have none even by itself.
+        """
         ...
 
     def mark(self, seat: Seat, tokens: Sequence[int]) -> None:
@@ -110,11 +116,10 @@ class Windows:
         self._taken[window] = needed
         return window
 
-    @contextmanager
-    def apart(self, tokens: int) -> Iterator[State]:
-        """The state of a sequence of so many tokens that takes no lane. Raises NeverFits where memory is too little."""
+    def apart(self, tokens: int) -> Window:
+        """See `Admission`. Raises NeverFits where memory is too little, whoever has the rest."""
         check_state(self._model, tokens)
-        yield self._model.new_state(tokens)
+        return Window(self._model.new_state(tokens))
 
     def mark(self, seat: Seat, tokens: Sequence[int]) -> None:
         """See `Admission`. There are no marks."""
@@ -122,7 +127,7 @@ class Windows:
     def release(self, seat: Seat, tokens: Sequence[int] | None = None) -> None:
         """See `Admission`."""
         assert isinstance(seat, Window)
-        del self._taken[seat]
+        self._taken.pop(seat, None)  # what was apart is not there
 
     def clear(self) -> None:
         """See `Admission`."""

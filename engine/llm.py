@@ -25,6 +25,7 @@ from lazyio.engine.request import Request
 from lazyio.engine.sampling import Sampler, Sampling
 from lazyio.engine.scheduler import Scheduler
 from lazyio.engine.sequence import TokenSequence
+from lazyio.engine.state import State
 from lazyio.engine.text.text import Text, open_text
 from lazyio.engine.weights.load import check_room, load_model, open_source, outline
 from lazyio.engine.writing import Plan, Writing
@@ -147,18 +148,7 @@ class LLM:
         cuts = self.cuts(len(tokens)) if cuts is None else _checked_cuts(cuts, len(tokens))
         size = 4 * len(tokens) * self.model.vocab
         check_memory(size, f"the logits of {len(tokens)} tokens", torch.device("cpu"), "give a shorter prompt")
-        logits = torch.empty(len(tokens), self.model.vocab)
-        done = 0
-        with (
-            self.admission.apart(len(tokens)) as state,
-            closing(TokenSequence(self._forward, self.feed, state).prefill(tokens, cuts)) as ubatches,
-        ):
-            for hidden in ubatches:
-                for start in range(0, len(hidden), _LOGITS_TOKENS):
-                    part = hidden[start : start + _LOGITS_TOKENS]
-                    logits[done : done + len(part)] = self._forward.logits(part)
-                    done += len(part)
-        return logits
+        return self.scheduler.apart(len(tokens), lambda state: self._all_logits(state, tokens, cuts))
 
     def check(self, prompt: Prompt, *, max_tokens: int = 128, stop: str | int | Sequence[str | int] = ()) -> None:
         """Raise what `generate` raises for these arguments, but for memory."""
@@ -242,6 +232,17 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _all_logits(self, state: State, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
+        logits = torch.empty(len(tokens), self.model.vocab)
+        done = 0
+        with closing(TokenSequence(self._forward, self.feed, state).prefill(tokens, cuts)) as ubatches:
+            for hidden in ubatches:
+                for start in range(0, len(hidden), _LOGITS_TOKENS):
+                    part = hidden[start : start + _LOGITS_TOKENS]
+                    logits[done : done + len(part)] = self._forward.logits(part)
+                    done += len(part)
+        return logits
 
     def _plan(self, prompt: Prompt, max_tokens: int, stop: str | int | Sequence[str | int]) -> Plan:
         tokens, strings, ids = self._checked(prompt, max_tokens, stop)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -22,8 +22,11 @@ from lazyio.engine.forward import Forward
 from lazyio.engine.planning import Limits, Planned, Planner
 from lazyio.engine.request import Request
 from lazyio.engine.sampling import choose_each
+from lazyio.engine.state import State
 from lazyio.engine.waits import Wait
 from lazyio.errors import NeverFits, NoRoom
+
+_T = TypeVar("_T")
 
 # Queued prompts are read ahead until their rows would take so much of what the table has room for: one part in so many.
 # The rest is for the prompts that are being computed, which come behind them in the queue of reads.
@@ -80,10 +83,7 @@ class Scheduler:
         """
         self._admission.fits_ever(len(request.prompt) + request.plan.max_tokens)
         request.meter.begin()
-        with self._at_work():
-            self._queue.append(request)
-            self._unread.append(request)
-            self._read_ahead()
+        self._at_work(lambda: self._queue_up(request))
         if request.error is not None:
             raise request.error
 
@@ -91,46 +91,73 @@ class Scheduler:
         """End a request where it is. It never waits, and harms nothing when the request has ended."""
         if self._busy:
             self._leaving.append(request)
-            return
-        with self._at_work():
-            self._end(request)
+        else:
+            self._at_work(lambda: self._end(request))
 
     def step(self) -> bool:
         """Compute the next ubatch; False if there is nothing to do. What goes wrong with a request is its `error`.
 
         An interrupt ends all requests: nobody knows how far the model has got.
         """
-        with self._at_work():
-            began = time.perf_counter()
-            self._sweep()
-            self._seat()
-            batch = self._next()
-            self._read_ahead()
-            if batch is not None and batch.planned.error is not None:
-                self._end_all([chunk.request for chunk in batch.planned.chunks], batch.planned.error)
-                batch = Batch(batch.stepping, Planned())
-            if batch is not None and len(batch):
-                self._compute(batch, began)
-            return batch is not None
+        return self._at_work(self._step)
+
+    def apart(self, tokens: int, compute: Callable[[State], _T]) -> _T:
+        """What is computed with the state of a sequence of so many tokens that takes no lane; nothing of it is kept.
+
+        Raises NoRoom and NeverFits where it has no room, and what `compute` raises: requests go on. An interrupt ends
+        them all, as one of `step` does.
+        """
+        return self._at_work(lambda: self._apart(tokens, compute), alone=True)
 
     def close(self) -> None:
         """End all requests where they are."""
         self._end_all([*self._lanes, *self._queue], None)
 
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _at_work(self, act: Callable[[], _T], *, alone: bool = False) -> _T:
+        """What `act` returns. Requests end with it where it goes wrong; with `alone`, only where it is interrupted.
+
+        No context manager, since an interrupt may come between that and its with block.
+        """
         assert not self._busy, "a scheduler is for one thread at a time"
         try:
             self._busy = True
-            yield
+            return act()
         except BaseException as error:
             # Replies that an interrupt ends have no error: they are just not whole.
-            self._abandon(error if isinstance(error, Exception) else None)
+            if not isinstance(error, Exception):
+                self._abandon(None)
+            elif not alone:
+                self._abandon(error)
             raise
         finally:
             self._busy = False
 
+    def _step(self) -> bool:
+        began = time.perf_counter()
+        self._sweep()
+        self._seat()
+        batch = self._next()
+        self._read_ahead()
+        if batch is not None and batch.planned.error is not None:
+            self._end_all([chunk.request for chunk in batch.planned.chunks], batch.planned.error)
+            batch = Batch(batch.stepping, Planned())
+        if batch is not None and len(batch):
+            self._compute(batch, began)
+        return batch is not None
+
+    def _apart(self, tokens: int, compute: Callable[[State], _T]) -> _T:
+        seat = self._admission.apart(tokens)
+        try:
+            return compute(seat.state)
+        finally:
+            self._admission.release(seat)
+
     # --- who is served -----------------------------------------------------------------------------------------------
+
+    def _queue_up(self, request: Request) -> None:
+        self._queue.append(request)
+        self._unread.append(request)
+        self._read_ahead()
 
     def _sweep(self) -> None:
         while self._leaving:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lazyio.engine.admission import Seat
@@ -90,29 +89,17 @@ class Paged:
         except NoRoom:
             self._refused = prompt, max_tokens
             raise
-        try:
-            state = self._opened(claim)
-        except BaseException:  # nobody has the seat yet, to release it
-            self.ledger.release(claim)
-            raise
+        state = self._opened(claim)
         known, matched = claim.prefix.tokens, claim.prefix.matched
         # The last page edge of the prompt, and that before which others parted from it, are likely to be met again.
         edges = set() if match is None else {last // PAGE * PAGE, matched // PAGE * PAGE}
         marks = tuple(sorted(edge for edge in edges if known < edge <= last))
         return PagedSeat(claim, state, known, marks)
 
-    @contextmanager
-    def apart(self, tokens: int) -> Iterator[State]:
-        """The state of a sequence of so many tokens that takes no lane: nothing of it is known or kept.
-
-        Raises NoRoom and NeverFits as `Ledger.seat` does.
-        """
+    def apart(self, tokens: int) -> PagedSeat:
+        """See `Admission`. Raises NoRoom and NeverFits as `Ledger.seat` does."""
         claim = self.ledger.seat(tokens, 0)
-        try:
-            yield self.buffer.open(claim.table, claim.runs, claim.table.pages, 0)
-        finally:
-            self.ledger.release(claim)
-            self._refused = None
+        return PagedSeat(claim, self._opened(claim), 0, ())
 
     def mark(self, seat: Seat, tokens: Sequence[int]) -> None:
         """See `Admission`: keep what is there for others."""
@@ -141,13 +128,17 @@ class Paged:
 
     def _opened(self, claim: Claim) -> State:
         """The state of a lane, with what it resumes copied to where it is its own."""
-        found = claim.prefix
-        owned = claim.table.pages[len(found.pages) :]
-        state = self.buffer.open(claim.table, claim.runs, owned, found.tokens)
-        if found.partial is not None:
-            self.buffer.copy([found.partial], owned[:1])
-        if found.run is not None:
-            self.buffer.copy(found.run, claim.runs)
+        try:
+            found = claim.prefix
+            owned = claim.table.pages[len(found.pages) :]
+            state = self.buffer.open(claim.table, claim.runs, owned, found.tokens)
+            if found.partial is not None:
+                self.buffer.copy([found.partial], owned[:1])
+            if found.run is not None:
+                self.buffer.copy(found.run, claim.runs)
+        except Exception:  # nobody has the seat yet, to release it
+            self.ledger.release(claim)
+            raise
         self.ledger.resumed(claim)
         return state
 
