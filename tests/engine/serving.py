@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from lazyio.engine import LLM
 from lazyio.engine.account import Meter
+from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.planning import Limits
 from lazyio.engine.request import Request
 from lazyio.engine.sampling import Following, Sampler, Sampling
@@ -211,3 +213,20 @@ def followed(llm: LLM, texts: Sequence[tuple[list[int], list[int]]]) -> tuple[li
         assert request.writing.tokens == text
     known = [request.meter.account(0).known_tokens for request in requests]
     return [torch.stack(sampler.logits) for sampler in samplers], known
+
+
+def replied(folder: Path, prompts: list[list[int]], **given: Any) -> tuple[list[int], list[torch.Tensor]]:
+    """Of replies on a GPU: tokens of prompts that were known, and the logits that their tokens were chosen by."""
+    given = {"device": "cuda", "ubatch": PAGE, "mixed": PAGE, **given}
+    with LLM(folder, **given) as llm:
+        seen: list[torch.Tensor] = []
+        logits = llm.scheduler._forward.logits
+
+        def noted(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(logits(hidden).clone())
+            return seen[-1]
+
+        llm.scheduler._forward.logits = noted  # type: ignore[method-assign]
+        at_once = [prompts] if llm.parallel > 1 else [[prompt] for prompt in prompts]
+        found = [completion for some in at_once for completion in llm.generate(some, max_tokens=6)]
+        return [each.account.known_tokens for each in found], [each.cpu() for each in seen]

@@ -16,7 +16,7 @@ from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.kv.prefixes import Prefixes
 from lazyio.errors import ModelError, NeverFits, NoRoom, SettingError
 
-from ..serving import followed
+from ..serving import followed, replied
 
 ALL = ("qwen4_exp", "gemma4", "gemma3n", "qwen3_5", "qwen3_5_moe")
 Saved = Callable[[str], tuple[Any, Path]]
@@ -246,23 +246,6 @@ def test_a_pool_as_large_as_can_be_made_use_of(saved: Saved, monkeypatch: pytest
         assert len(ledger.pool) == 2 * 2 * (9 + ledger.run_pages)
         assert "weights" in ledger.summary()
         assert isinstance(ledger.prefixes, Prefixes)
-
-
-def replied(folder: Path, prompts: list[list[int]], **given: Any) -> tuple[list[int], list[torch.Tensor]]:
-    """Tokens of prompts that were known, and the logits that the tokens of replies were chosen by."""
-    given = {"device": "cuda", "ubatch": PAGE, "mixed": PAGE, **given}
-    with LLM(folder, **given) as llm:
-        seen: list[torch.Tensor] = []
-        logits = llm.scheduler._forward.logits
-
-        def noted(hidden: torch.Tensor) -> torch.Tensor:
-            seen.append(logits(hidden).clone())
-            return seen[-1]
-
-        llm.scheduler._forward.logits = noted  # type: ignore[method-assign]
-        at_once = [prompts] if llm.parallel > 1 else [[prompt] for prompt in prompts]
-        found = [completion for some in at_once for completion in llm.generate(some, max_tokens=6)]
-        return [each.account.known_tokens for each in found], [each.cpu() for each in seen]
 
 
 @pytest.mark.gpu
