@@ -91,6 +91,7 @@ class LLM:
         self.lookahead: int = settings.resolve("lookahead", lookahead)
         self.ubatch: int | None = settings.resolve("ubatch", ubatch)
         self.parallel: int = settings.resolve("parallel", parallel)
+        settings.check_lanes(parallel, mixed)
         self.batch_invariant: bool = settings.resolve("batch_invariant", batch_invariant)
         kv = KvOptions.resolve(kv_pages, prefix_reuse, poison_state)
         self.table: LazyTable | None = None
@@ -279,7 +280,8 @@ class LLM:
     def _limits_of(self, mixed: int) -> Limits:
         """Tokens of prompts in a ubatch. Raises SettingError for cuts that a batch would leave its mark in."""
         limits = Limits(self.ubatch or _DEFAULT_UBATCH, min(mixed, self.ubatch or _DEFAULT_UBATCH))
-        if self.batch_invariant and (self.ubatch is None or limits.ubatch % BLOCK or limits.mixed % BLOCK):
+        sizes = (limits.ubatch, limits.mixed) if self.parallel > 1 else (limits.ubatch,)
+        if self.batch_invariant and (self.ubatch is None or any(size % BLOCK for size in sizes)):
             ubatch = "auto" if self.ubatch is None else self.ubatch
             raise SettingError(
                 f"batch_invariant needs cuts at multiples of {BLOCK} tokens; ubatch is {ubatch} and mixed {mixed}: "

@@ -74,11 +74,7 @@ class Request:
             raise SettingError("-p - is given more than once, and there is one stdin to read")
         if self.ids is not None and self.chat is not None:
             raise SettingError("--chat and --no-chat have no effect on --ids, which are taken as they are")
-        if self.mixed is not None and settings.resolve("parallel", self.parallel) == 1:
-            raise SettingError(
-                f"--mixed {self.mixed} has no effect while parallel is 1, where no prompt is computed beside a reply: "
-                "give --parallel, or leave it out"
-            )
+        settings.check_lanes(self.parallel, self.mixed)
 
 
 def run(

@@ -25,6 +25,7 @@ __all__ = [
     "Setting",
     "applies",
     "check",
+    "check_lanes",
     "check_opened",
     "differing",
     "document",
@@ -250,6 +251,15 @@ def check(mode: str, given: Mapping[str, object]) -> None:
     if given.get("block_bytes") is not None and resolve("direct_io", given.get("direct_io")) == "off":
         raise SettingError("block_bytes has no effect while direct_io is off: leave one of them out")
     _refuse_strange_variables()
+
+
+def check_lanes(parallel: int | None, mixed: int | None) -> None:
+    """Raise SettingError if `mixed` is given as an argument and there is one lane, where it would be ignored."""
+    if mixed is not None and resolve("parallel", parallel) == 1:
+        raise SettingError(
+            f"mixed {mixed} has no effect while parallel is 1, where no prompt is computed beside a reply: raise "
+            "parallel, or leave it out"
+        )
 
 
 def check_opened(given: Mapping[str, object], backend: Backend, row_bytes: int) -> None:

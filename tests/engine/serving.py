@@ -197,6 +197,11 @@ class Recording(Following):
         return super().choose(logits)
 
 
+def lanes(parallel: int, mixed: int) -> dict[str, Any]:
+    """Both settings, where both have effect."""
+    return {"parallel": parallel, "mixed": mixed} if parallel > 1 else {}
+
+
 def followed(llm: LLM, texts: Sequence[tuple[list[int], list[int]]]) -> tuple[list[torch.Tensor], list[int]]:
     """Of each prompt and the text that follows it, all at once, the logits [tokens, vocab] that each token of this was
     chosen by, and how many tokens of the prompt were known."""
@@ -217,7 +222,7 @@ def followed(llm: LLM, texts: Sequence[tuple[list[int], list[int]]]) -> tuple[li
 
 def replied(folder: Path, prompts: list[list[int]], **given: Any) -> tuple[list[int], list[torch.Tensor]]:
     """Of replies on a GPU: tokens of prompts that were known, and the logits that their tokens were chosen by."""
-    given = {"device": "cuda", "ubatch": PAGE, "mixed": PAGE, **given}
+    given = {"device": "cuda", "ubatch": PAGE, **given}
     with LLM(folder, **given) as llm:
         seen: list[torch.Tensor] = []
         logits = llm.scheduler._forward.logits

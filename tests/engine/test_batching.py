@@ -12,7 +12,7 @@ import torch
 from lazyio.engine import LLM
 from lazyio.engine.generate import Completion
 
-from .serving import followed
+from .serving import followed, lanes
 
 MODELS = ("qwen4_exp", "qwen3_5", "qwen3_5_moe", "gemma4", "gemma3n")
 
@@ -39,7 +39,7 @@ def test_streams_equal_solo(name: str, saved: Callable[[str], tuple[Any, Path]],
     for (prompt, text), logits in zip(texts, solo, strict=True):
         agree(logits, pair.expected([*prompt, *text])[len(prompt) - 1 : -1])
     for streams in (1, 2, 4, 8):
-        with LLM(folder, device="cpu", ubatch=32, parallel=streams, mixed=24) as llm:
+        with LLM(folder, device="cpu", ubatch=32, **lanes(streams, mixed=24)) as llm:
             for found, expected in zip(logits_of(llm, texts), solo, strict=True):
                 agree(found, expected)
             assert llm.scheduler.counts.most_lanes == streams
@@ -49,11 +49,11 @@ def test_streams_equal_solo(name: str, saved: Callable[[str], tuple[Any, Path]],
 def test_batches_change_no_bit(name: str, saved: Callable[[str], tuple[Any, Path]]) -> None:
     pair, folder = saved(name)
     texts = texts_of(pair, 8, 480)
-    given: dict[str, Any] = {"device": "cpu", "batch_invariant": True, "mixed": 256}
+    given: dict[str, Any] = {"device": "cpu", "batch_invariant": True}
     with LLM(folder, ubatch=512, **given) as llm:
         solo = [logits_of(llm, [text])[0] for text in texts]
     for streams in (1, 2, 4, 8):
-        with LLM(folder, ubatch=256 if streams == 4 else 512, parallel=streams, **given) as llm:
+        with LLM(folder, ubatch=256 if streams == 4 else 512, **lanes(streams, mixed=256), **given) as llm:
             for found, expected in zip(logits_of(llm, texts), solo, strict=True):
                 assert torch.equal(found, expected)
 
@@ -64,7 +64,7 @@ def test_without_it_they_do(saved: Callable[[str], tuple[Any, Path]]) -> None:
     texts = texts_of(pair, 8, 480)
     found = []
     for streams in (1, 8):
-        with LLM(folder, device="cpu", parallel=streams, mixed=256) as llm:
+        with LLM(folder, device="cpu", **lanes(streams, mixed=256)) as llm:
             found.append(torch.cat(logits_of(llm, texts)))
     assert not torch.equal(*found)
 
@@ -91,7 +91,7 @@ def test_replies_come_in_the_order_of_prompts(saved: Callable[[str], tuple[Any, 
 def test_on_a_gpu(name: str, saved: Callable[[str], tuple[Any, Path]], agree: Callable[..., None]) -> None:
     """Near in float32, and bit-equal where batches must not matter, in bfloat16 too."""
     pair, folder = saved(name)
-    given: dict[str, Any] = {"device": "cuda", "mixed": 256, "ubatch": 512}
+    given: dict[str, Any] = {"device": "cuda", "ubatch": 512}
     if not name.startswith("qwen3_5"):  # they have no table
         given["lazy_mode"] = "uring"
     for dtype, invariant in (("float32", False), ("float32", True), ("bfloat16", True)):
@@ -99,7 +99,7 @@ def test_on_a_gpu(name: str, saved: Callable[[str], tuple[Any, Path]], agree: Ca
         # Long prompts have choices of blocks and experts that the least rounding turns.
         texts = texts_of(pair, 8, 480 if invariant else 70)
         for streams in (1, 4, 8):
-            with LLM(folder, dtype=dtype, parallel=streams, batch_invariant=invariant, **given) as llm:
+            with LLM(folder, dtype=dtype, batch_invariant=invariant, **lanes(streams, mixed=256), **given) as llm:
                 found = [each.cpu() for each in logits_of(llm, texts)]
             solo = solo or found
             for one, expected in zip(found, solo, strict=True):

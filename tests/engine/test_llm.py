@@ -525,9 +525,19 @@ def test_a_reply_that_is_forgotten_gives_up_its_lane(qwen: Path) -> None:
 
 
 def test_batch_invariance_needs_even_cuts(qwen: Path) -> None:
-    for given in ({"ubatch": 300}, {"mixed": 100}, {"ubatch": "auto", "lazy_mode": "on"}):
+    for given in ({"ubatch": 300}, {"mixed": 100, "parallel": 2}, {"ubatch": "auto", "lazy_mode": "on"}):
         with pytest.raises(SettingError, match="batch_invariant needs cuts at multiples of 256"):
             LLM(qwen, device="cpu", batch_invariant=True, **given)  # type: ignore[arg-type]
+
+
+def test_mixed_has_no_effect_with_one_lane(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingError, match=r"mixed 100 has no effect while parallel is 1, .* raise parallel"):
+        LLM(qwen, device="cpu", mixed=100)
+    monkeypatch.setenv("LAZYIO_PARALLEL", "2")
+    LLM(qwen, device="cpu", mixed=100).close()
+    monkeypatch.setenv("LAZYIO_PARALLEL", "1")
+    monkeypatch.setenv("LAZYIO_MIXED", "100")  # is left alone, whatever cuts it would make
+    LLM(qwen, device="cpu", batch_invariant=True).close()
 
 
 def test_lanes_share_memory(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,13 @@ def test_twice_the_room_and_short_ones_in_between(name: str, saved: Callable[[st
     prompts = [pair.tokens(250 + 12 * i, seed=20 + i) for i in range(LONG)]
     prompts += [pair.tokens(5 + i, seed=50 + i) for i in range(SHORT)]
     lengths = [10 + i % 5 if i < LONG else 3 for i in range(LONG + SHORT)]
-    given: dict[str, Any] = {"device": "cpu", "ubatch": 256, "mixed": 128, "prefix_reuse": False}
+    given: dict[str, Any] = {"device": "cpu", "ubatch": 256, "prefix_reuse": False}
     with LLM(folder, kv_pages=200, **given) as llm:
         alone = [llm.generate(p, max_tokens=n)[0].token_ids for p, n in zip(prompts, lengths, strict=True)]
         assert isinstance(llm.admission, Paged)
         ledger = llm.admission.ledger
         needed = sum(ledger.pages_of(len(p) + n) + ledger.run_pages for p, n in zip(prompts, lengths, strict=True))
-    with LLM(folder, kv_pages=needed // 2, parallel=16, **given) as llm:
+    with LLM(folder, kv_pages=needed // 2, parallel=16, mixed=128, **given) as llm:
         assert isinstance(llm.admission, Paged)
         replies: list[Reply] = [llm.reply(p, max_tokens=n) for p, n in zip(prompts[:LONG], lengths, strict=False)]
         for prompt in prompts[LONG:]:

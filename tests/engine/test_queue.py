@@ -34,7 +34,7 @@ class Waits:
 @contextmanager
 def slow(folder: Path, delay_s: float) -> Iterator[LLM]:
     """One lane, and a device whose reads all come so late."""
-    given: dict[str, Any] = {"lazy_mode": "on-direct", "row_cache": 0, "direct_io": "on", "mixed": 64, "ubatch": 64}
+    given: dict[str, Any] = {"lazy_mode": "on-direct", "row_cache": 0, "direct_io": "on", "ubatch": 64}
     late = Faults(late=1, delay_s=delay_s)
     with LLM(folder, device="cpu", wrap=lambda fetcher: with_faults(fetcher, late), **given) as llm:
         yield llm

@@ -16,7 +16,7 @@ from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.synthetic.folder import write_folder
 from lazyio.engine.synthetic.plan import plan_model
 
-from .serving import followed, replied
+from .serving import followed, lanes, replied
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +46,7 @@ def test_streams_equal_solo(wide: Path, agree: Callable[..., None]) -> None:
     some = texts([3, 40, 1, 20, 30, 7, 25, 2])
     solo: list[torch.Tensor] = []
     for streams in STREAMS:
-        with LLM(wide, device="cuda", dtype="float32", parallel=streams, mixed=24, ubatch=32, **DUMMY) as llm:
+        with LLM(wide, device="cuda", dtype="float32", **lanes(streams, mixed=24), ubatch=32, **DUMMY) as llm:
             found = followed(llm, some)[0]
             assert llm.scheduler.counts.most_lanes == streams
         solo = solo or found
@@ -57,9 +57,9 @@ def test_streams_equal_solo(wide: Path, agree: Callable[..., None]) -> None:
 def test_batches_change_no_bit(wide: Path) -> None:
     some = texts([3, 480, 1, 20, 240, 7, 257, 2])
     solo: list[torch.Tensor] = []
-    given: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True, "mixed": PAGE, "ubatch": 2 * PAGE, **DUMMY}
+    given: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True, "ubatch": 2 * PAGE, **DUMMY}
     for streams in STREAMS:
-        with LLM(wide, device="cuda", parallel=streams, **given) as llm:
+        with LLM(wide, device="cuda", **lanes(streams, mixed=PAGE), **given) as llm:
             found = followed(llm, some)[0]
         solo = solo or found
         for one, expected in zip(found, solo, strict=True):
@@ -89,13 +89,13 @@ def test_resumed_is_fresh_bit_for_bit(wide: Path, shared: int) -> None:
 def test_twice_the_room_and_short_ones_in_between(wide: Path) -> None:
     lengths = [250 + 40 * i if i % 4 else 5 + i for i in range(24)]
     some = [(tokens(length, 2 * i), tokens(3 if length < 50 else 12, 2 * i + 1)) for i, length in enumerate(lengths)]
-    given: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True, "mixed": PAGE, "ubatch": 2 * PAGE, **DUMMY}
+    given: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True, "ubatch": 2 * PAGE, **DUMMY}
     with LLM(wide, device="cuda", kv_pages=400, **given) as llm:
         alone = [followed(llm, [one])[0][0] for one in some]
         assert isinstance(llm.admission, Paged)
         ledger = llm.admission.ledger
         window = ledger.pages_of(max(len(prompt) + len(text) for prompt, text in some)) + ledger.run_pages
-    with LLM(wide, device="cuda", kv_pages=16 * window // 2, parallel=16, **given) as llm:
+    with LLM(wide, device="cuda", kv_pages=16 * window // 2, parallel=16, mixed=PAGE, **given) as llm:
         found = followed(llm, some)[0]
         assert isinstance(llm.admission, Paged)
         counts, pool = llm.scheduler.counts, llm.admission.ledger.pool

@@ -16,7 +16,7 @@ from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.kv.prefixes import Prefixes
 from lazyio.errors import ModelError, NeverFits, NoRoom, SettingError
 
-from ..serving import followed, replied
+from ..serving import followed, lanes, replied
 
 ALL = ("qwen4_exp", "gemma4", "gemma3n", "qwen3_5", "qwen3_5_moe")
 Saved = Callable[[str], tuple[Any, Path]]
@@ -111,13 +111,13 @@ def test_the_next_turn_goes_on_where_the_last_one_ended(name: str, saved: Saved,
 def test_batch_invariant_replies_do_not_depend_on_what_is_known(saved: Saved) -> None:
     pair, folder = saved("qwen4_exp")
     first = pair.tokens(PAGE + 20)
-    with opened(folder, ubatch=512, mixed=256, batch_invariant=True) as (llm, seen):
+    with opened(folder, ubatch=512, batch_invariant=True) as (llm, seen):
         (turn,) = llm.generate(first, max_tokens=6)
         second = [*first, *turn.token_ids, *pair.tokens(11, seed=6)]
         seen.clear()
         (resumed,) = llm.generate(second, max_tokens=5)
     assert resumed.account.known_tokens == PAGE  # no cut is anywhere else
-    with opened(folder, ubatch=512, mixed=256, batch_invariant=True, prefix_reuse=False) as (llm, expected):
+    with opened(folder, ubatch=512, batch_invariant=True, prefix_reuse=False) as (llm, expected):
         llm.generate(second, max_tokens=5)
     assert torch.equal(torch.cat(seen), torch.cat(expected))
 
@@ -132,12 +132,12 @@ def test_streams_that_begin_alike_are_each_as_if_alone(name: str, saved: Saved, 
         own = pair.tokens(30 + number, seed=20 + number)
         texts.append(([*first[: PAGE + 10 * number], *own[:-reply]], own[-reply:]))
     for invariant in (True, False):
-        given: dict[str, Any] = {"ubatch": 512, "mixed": 256, "batch_invariant": invariant}
+        given: dict[str, Any] = {"ubatch": 512, "batch_invariant": invariant}
         alone = []
         with opened(folder, prefix_reuse=False, **given) as (llm, _):
             alone = [followed(llm, [text])[0][0] for text in texts]
         for streams in (1, 2, 4, 8):
-            with opened(folder, pages=150, parallel=streams, **given) as (llm, _):
+            with opened(folder, pages=150, **lanes(streams, mixed=256), **given) as (llm, _):
                 found, known = followed(llm, texts)
             assert known[0] == 0
             assert known[-1] >= PAGE or streams == 8
