@@ -11,9 +11,8 @@ import numpy as np
 from lazyio.engine.account import Meter
 from lazyio.engine.admission import Seat
 from lazyio.engine.feed import TokenRows
-from lazyio.engine.sampling import Sampler
+from lazyio.engine.sampling import Sampler, no_numbers
 from lazyio.engine.writing import Piece, Plan, Writing
-from lazyio.errors import ModelError
 from lazyio.fetchers.base import Int64
 
 
@@ -74,10 +73,7 @@ class Request:
         """
         token = self.sampler.settle(token)
         if token < 0:
-            raise ModelError(
-                f"the logits after {len(self.known)} tokens are no finite numbers: the weights are damaged, or values "
-                "outgrow the dtype; load the model with dtype float32, or copy it again"
-            )
+            raise no_numbers(f"the logits after {len(self.known)} tokens")
         self.known.append(token)
         return self.writing.add(token)
 

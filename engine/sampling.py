@@ -8,9 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from lazyio.errors import SettingError
+from lazyio.errors import ModelError, SettingError
 
 _MOST_SEED = 2**63 - 1
+
+
+def no_numbers(which: str) -> ModelError:
+    """The error for logits that no token can be chosen by: `which` they are."""
+    return ModelError(
+        f"{which} are no finite numbers: the weights are damaged, or values outgrow the dtype; load the model with "
+        "dtype float32, or copy it again"
+    )
 
 
 @dataclass(frozen=True, slots=True)

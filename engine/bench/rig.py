@@ -21,6 +21,7 @@ from lazyio.engine.bench.ways import RESIDENT, Way
 from lazyio.engine.device_table import DeviceTable
 from lazyio.engine.feed import Feed
 from lazyio.engine.models import Model
+from lazyio.engine.sampling import no_numbers
 from lazyio.engine.ubatch import Rows, Ubatch
 from lazyio.errors import RunsDifferError
 from lazyio.gate import TableStats
@@ -169,9 +170,12 @@ class Rig:
     def checked(self, what: str, label: str, logits: Sequence[torch.Tensor]) -> str:
         """A digest of the logits, or of what stands for them, if it is that of the runs before of the same `what`.
 
-        Raises RunsDifferError, with the labels of both runs.
+        Raises RunsDifferError, with the labels of both runs, and ModelError for logits that are no finite numbers.
         """
-        digest = blake2b(torch.cat(list(logits)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+        found = torch.cat(list(logits))
+        if not bool(found.isfinite().all()):
+            raise no_numbers(f"the logits of {label} for {what}")
+        digest = blake2b(found.cpu().numpy().tobytes(), digest_size=16).hexdigest()
         first, expected = self._digests.setdefault(what, (label, digest))
         if digest != expected:
             raise RunsDifferError(f"{label} and {first} gave different logits for {what}; the whole comparison is void")

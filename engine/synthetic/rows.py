@@ -63,7 +63,8 @@ class Rows:
 def encode(values: torch.Tensor, stored: str) -> Bytes:
     """Float32 values [..., n] as they are stored: uint8 [..., bytes]. `stored` is a float type or a quantised one."""
     if stored in _FLOATS:
-        return values.to(_FLOATS[stored]).contiguous().view(torch.uint8).numpy()
+        most = torch.finfo(_FLOATS[stored]).max  # what lies beyond would be no number in fp8
+        return values.clamp(-most, most).to(_FLOATS[stored]).contiguous().view(torch.uint8).numpy()
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 

@@ -157,6 +157,17 @@ def test_other_logits_void_the_comparison(folder: Path, monkeypatch: pytest.Monk
             rig.prompt(Way("uring", 1), tokens, [17], warm=True)
 
 
+def test_logits_that_are_no_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal in all runs, as they would be bit for bit: but routers and selections of such values do other work."""
+    values = TokenRows.values
+    monkeypatch.setattr(TokenRows, "values", lambda self, out=None: values(self, out).fill_(torch.nan))
+    result = run(folder, *FEW, "--prompts", "16", "--modes", "off")
+    assert result.exit_code == 2
+    assert "the logits of off +2 for a prompt of 16 tokens in [8, 8] are no finite numbers" in " ".join(
+        result.output.split()
+    )
+
+
 def test_a_table_in_memory_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = list[LazyTable]()
 

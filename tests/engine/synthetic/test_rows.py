@@ -25,6 +25,11 @@ def test_values_are_about_normal(stored: str):
     assert np.abs(values).max() < 12
 
 
+def test_fp8_has_no_number_for_what_lies_beyond_its_largest():
+    values = torch.tensor([[1e4, -1e4, 465.0, 448.0, 1.0]])
+    assert decode(encode(values, "F8_E4M3"), "F8_E4M3", scale=1.0).tolist() == [[448, -448, 448, 448, 1]]
+
+
 def test_rows_differ_and_can_be_made_alone():
     rows = Rows("Q4_0", 160, seed=1)
     many = filled(rows, 0, 50_000)
