@@ -79,6 +79,27 @@ class Window:
         return self._state
 
 
+def check_lanes(
+    each_bytes: int,
+    tokens: int,
+    parallel: int,
+    device: torch.device,
+    *,
+    held_bytes: int = 0,
+    weights_bytes: int = 0,
+) -> None:
+    """Raise NeverFits where memory is too little for windows of so many tokens and bytes in every lane.
+
+    `held_bytes` and `weights_bytes` are as `check_memory` has them.
+    """
+    what, advice = f"the state of a sequence of {tokens} tokens", "shorten the prompt, or lower max_tokens"
+    if parallel > 1:
+        what = f"the state of {parallel} sequences of {tokens} tokens, one for each lane of parallel {parallel},"
+        advice = f"lower parallel, {advice}"
+    needed = each_bytes * parallel
+    check_memory(needed, what, device, advice, held_bytes=held_bytes, weights_bytes=weights_bytes)
+
+
 class Windows:
     """A contiguous window a lane, made when it is taken. Each of `parallel` lanes may rely on its share of memory."""
 
@@ -92,12 +113,8 @@ class Windows:
 
     def fits_ever(self, tokens: int) -> None:
         """See `Admission`: so many sequences of that length must fit as there are lanes."""
-        needed, parallel = self._bytes(tokens), self._parallel
-        what, advice = f"the state of a sequence of {tokens} tokens", "shorten the prompt, or lower max_tokens"
-        if parallel > 1:
-            what = f"the state of {parallel} sequences of {tokens} tokens, one for each lane of parallel {parallel},"
-            advice = f"lower parallel, {advice}"
-        check_memory(needed * parallel, what, self._model.device, advice, held_bytes=sum(self._taken.values()))
+        held = sum(self._taken.values())
+        check_lanes(self._bytes(tokens), tokens, self._parallel, self._model.device, held_bytes=held)
 
     def seat(self, prompt: Int64, max_tokens: int) -> Window:
         """See `Admission`. Raises NeverFits where memory is too little though nobody is seated."""

@@ -109,11 +109,12 @@ class LLM:
         self.limits = self._limits_of(settings.resolve("mixed", mixed))
         self._text, self.no_text = _open_text(self.path, shape.vocab)
         self._vocab, self._max_tokens = shape.vocab, shape.max_tokens
-        kv.check(shape)
-        if before_loading is not None:
-            before_loading(self)
         self.trunk = plan_weights(source, shape, self.device, self.dtype, load_format, weights, trunk)
         check_room(self.trunk)  # before a table is loaded, which takes minutes
+        kv.check(self.trunk)
+        self._fits_ever: Callable[[int], None] = lambda tokens: kv.fits_ever(self.trunk, tokens, self.parallel)
+        if before_loading is not None:
+            before_loading(self)
         with ExitStack() as stack:
             if found is not None:
                 self.table = open_beside(found[0], self.trunk, lazy_mode, table_options)
@@ -126,6 +127,7 @@ class LLM:
                 self.pace = None if self.ubatch else measure_pace(self.model, self.table, found[1].heads)
             self._forward = BatchInvariant(self.model) if self.batch_invariant else Forward(self.model)
             self.admission = kv.admission(self.model, self.parallel, batch_invariant=self.batch_invariant)
+            self._fits_ever = self.admission.fits_ever
             self.scheduler = Scheduler(self._forward, self.feed, self.admission, self.limits, self.parallel)
             stack.callback(self.scheduler.close)
             self._stack = stack.pop_all()
@@ -152,8 +154,12 @@ class LLM:
         return self.scheduler.apart(len(tokens), lambda state: self._all_logits(state, tokens, cuts))
 
     def check(self, prompt: Prompt, *, max_tokens: int = 128, stop: str | int | Sequence[str | int] = ()) -> None:
-        """Raise what `generate` raises for these arguments, but for memory."""
-        self._checked(prompt, max_tokens, stop)
+        """Raise what `generate` raises for these arguments before anything runs, as far as it shows by now.
+
+        Before weights are loaded nobody knows what pages there will be room for.
+        """
+        tokens, *_ = self._checked(prompt, max_tokens, stop)
+        self._fits_ever(len(tokens) + max_tokens)
 
     def reply(
         self,

@@ -58,16 +58,25 @@ def check_state(model: Model, capacity: int) -> None:
     check_memory(needed, what, model.device, "shorten the prompt, or lower max_tokens")
 
 
-def check_memory(needed_bytes: int, what: str, device: torch.device, advice: str, held_bytes: int = 0) -> None:
+def check_memory(
+    needed_bytes: int,
+    what: str,
+    device: torch.device,
+    advice: str,
+    *,
+    held_bytes: int = 0,
+    weights_bytes: int = 0,
+) -> None:
     """Raise NeverFits, which names what takes them and gives the advice, if a device does not have so many bytes.
 
-    `held_bytes` are those that it has for them already.
+    `held_bytes` are those that it has for them already, `weights_bytes` those of weights that are still to be loaded.
     """
-    free = free_bytes(device) + held_bytes
+    free = max(0, free_bytes(device) + held_bytes - weights_bytes)
+    beside = f" beside weights of {format_bytes(weights_bytes)}" if weights_bytes else ""
     if needed_bytes > free:
         raise NeverFits(
-            f"{what} takes {format_bytes(needed_bytes)}, and {format_bytes(free)} of memory can be had on {device}: "
-            f"{advice}"
+            f"{what} takes {format_bytes(needed_bytes)}, and {format_bytes(free)} of memory can be had on {device}"
+            f"{beside}: {advice}"
         )
 
 

@@ -22,8 +22,9 @@ from lazyio.engine.bench.prompts import PromptBench
 from lazyio.engine.bench.queueing import QueueOutcome, measure_queue
 from lazyio.engine.bench.report import EngineOutcome
 from lazyio.engine.bench.rig import Rig
-from lazyio.engine.bench.streams import StreamsOutcome, arms_of, counts_of, measure_streams
+from lazyio.engine.bench.streams import StreamsOutcome, arms_of, check_arms, counts_of, measure_streams
 from lazyio.engine.bench.ways import Way, ways_of
+from lazyio.engine.kv.options import KvOptions
 from lazyio.engine.llm import LLM
 from lazyio.engine.place import check_state
 from lazyio.engine.planning import Limits
@@ -88,10 +89,16 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
     text = max(most, of_streams, queue.most_tokens)
     # Before anything is opened, and minutes of loading.
     tokens, source = tokens_of(request.ids, text, _vocab_of(request, most), request.seed)
-    with LLM(request.path, **request.model) as llm, ExitStack() as stack:
+    alone = max([1, *lengths, 0 if together.arms or queue.arms else decode, queue.tokens_each if queue.arms else 0])
+
+    def check(llm: LLM) -> None:
+        KvOptions.resolve("off", None, None).fits_ever(llm.trunk, alone, 1)
+        check_arms(together, llm.trunk, tokens)
+
+    with LLM(request.path, before_loading=check, **request.model) as llm, ExitStack() as stack:
         assert llm.table is not None
         assert llm.feed is not None
-        check_state(llm.model, most)
+        check_state(llm.model, alone)
         rig = Rig(llm.model, llm.table.spec, llm.feed.row_ids, request.table_options, stack)
         cuts = {length: llm.cuts(length) for length in lengths}
         llm.table.close()  # what it has mapped could not be made cold

@@ -24,12 +24,14 @@ from lazyio.engine.feed import Feed
 from lazyio.engine.forward import Chunk, Forward
 from lazyio.engine.kv.options import KvOptions
 from lazyio.engine.kv.paged import Paged
+from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.models import Model
 from lazyio.engine.planning import Limits
 from lazyio.engine.request import Request
 from lazyio.engine.sampling import Following
 from lazyio.engine.scheduler import Scheduler
 from lazyio.engine.ubatch import Rows
+from lazyio.engine.weights.trunk import Trunk
 from lazyio.engine.writing import Plan, Writing
 from lazyio.errors import NeverFits, SettingError
 from lazyio.gate import TableStats
@@ -195,7 +197,7 @@ def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, 
             while not all(request.replies for request in requests):
                 step(scheduler, requests)
             if scheduler.counts.most_lanes < streams:
-                raise NeverFits(_no_room(arm))
+                raise NeverFits(_no_room(arm, "more"))
             before, stats = replace(scheduler.counts), feed.table.stats()
             for _ in range(outcome.steps):
                 step(scheduler, requests)
@@ -211,11 +213,27 @@ def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, 
     return StreamsRun(arm, again, steps_s, waits_s, rows_s, host_s, stats, backend, logits, peak)
 
 
-def _no_room(arm: Arm) -> str:
-    have = f"{arm.streams} streams have no room at once"
+def check_arms(outcome: StreamsOutcome, trunk: Trunk, tokens: Sequence[int]) -> None:
+    """Raise NeverFits, before weights are read, for an arm whose streams, parts of `tokens`, have no room at once."""
+    for arm in {(arm.streams, arm.kv_pages): arm for arm in outcome.arms}.values():
+        options, each = KvOptions.resolve(arm.kv_pages, None, None), outcome.tokens_each(arm.streams)
+        options.check(trunk)
+        options.fits_ever(trunk, each, arm.streams)
+        lacking = options.lacking(trunk, each, arm.streams)
+        starts = range(0, arm.streams * each, each)
+        # Streams with the same first page might share it, and have room after all.
+        if lacking and len({tuple(tokens[start : start + PAGE]) for start in starts}) == arm.streams:
+            assert options.pages is not None
+            raise NeverFits(_no_room(arm, f"{options.pages + lacking} or more"))
+
+
+def _no_room(arm: Arm, pages: str) -> str:
+    have, lower = f"{arm.streams} streams have no room at once", "lower --streams, --context or --decode"
     if arm.kv_pages == "off":
-        return f"{have} in windows: lower --streams, --context or --decode"
-    return f"{have} with kv_pages {arm.kv_pages}: give more pages"
+        return f"{have} in windows: {lower}"
+    if arm.kv_pages == "auto":
+        return f"{have} in as many pages as there is memory for: {lower}"
+    return f"{have} with kv_pages {arm.kv_pages}: give {pages} pages, or {lower}"
 
 
 def requests_of(

@@ -37,11 +37,11 @@ class Layout:
     """The planes of a page, each [entries, ...] of its 256 positions, and the parts of a run, in bytes.
 
     Both are in the order of the pieces in `template`, the state of one page's tokens without memory. Raises Unsupported
-    for a model whose entries do not fill a page evenly.
+    for a model whose entries do not fill a page evenly. An outline of a model needs the `dtype` that it will have.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.template = model.new_state(PAGE, torch.device("meta"))
+    def __init__(self, model: Model, dtype: torch.dtype | None = None) -> None:
+        self.template = model.new_state(PAGE, torch.device("meta"), dtype)
         found = _Measuring()
         for piece in self.template.pieces.values():
             piece.placed(found)

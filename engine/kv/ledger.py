@@ -41,6 +41,22 @@ class Seat:
     pinned: list[int]
 
 
+def pages_of(tokens: int, forward_tokens: int = 1) -> int:
+    """Pages for a prompt and reply of so many tokens together, and a forward that is under way when they end."""
+    return -(-(tokens + forward_tokens) // PAGE)
+
+
+def check_fits(tokens: int, pages: int, run_pages: int, pool_pages: int) -> None:
+    """Raise NeverFits if so many tokens, which take `pages` and a run, are more than a whole pool."""
+    if pages + run_pages > pool_pages:
+        state = f" and {run_pages} for its state" if run_pages else ""
+        raise NeverFits(
+            f"a prompt and a reply of {tokens} tokens together take {pages} pages of {PAGE} positions{state}, and the "
+            f"pool has {pool_pages}: set kv_pages to {pages + run_pages} or more, shorten the prompt or lower "
+            "max_tokens"
+        )
+
+
 class Ledger:
     """Claims of lanes on a pool, whole when they are seated: nothing that is seated can run out of room.
 
@@ -66,18 +82,11 @@ class Ledger:
 
     def pages_of(self, tokens: int) -> int:
         """Pages for a prompt and reply of so many tokens together."""
-        return -(-(tokens + self._forward_tokens) // PAGE)
+        return pages_of(tokens, self._forward_tokens)
 
     def fits_ever(self, tokens: int) -> None:
         """Raise NeverFits if a prompt and reply of so many tokens together are more than the whole pool."""
-        pages = self.pages_of(tokens)
-        if pages + self.run_pages > len(self.pool):
-            state = f" and {self.run_pages} for its state" if self.run_pages else ""
-            raise NeverFits(
-                f"a prompt and a reply of {tokens} tokens together take {pages} pages of {PAGE} positions{state}, and "
-                f"the pool has {len(self.pool)}: set kv_pages to {pages + self.run_pages} or more, shorten the prompt "
-                "or lower max_tokens"
-            )
+        check_fits(tokens, self.pages_of(tokens), self.run_pages, len(self.pool))
 
     def seat(self, prompt_tokens: int, max_tokens: int, prefix: Match | None = None) -> Seat:
         """Claim what a request needs. Kept prefixes are evicted for it, but for the one that it resumes, `prefix`.

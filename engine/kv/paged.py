@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from lazyio.engine.admission import Seat
 from lazyio.engine.kv.buffer import Buffer
 from lazyio.engine.kv.layout import Layout
@@ -62,9 +64,7 @@ class Paged:
             needed = -(-(model.max_tokens + 1) // PAGE) + layout.run_pages
             room = (free - RESERVE_BYTES) // layout.page_bytes - 1
             pages = max(0, min(room, _TIMES * streams * needed))
-        check_pages(pages, layout)
-        what = f"a pool of {pages} pages for keys, values and states"
-        check_memory((pages + 1) * layout.page_bytes, what, model.device, "lower kv_pages")
+        check_pages(pages, layout, model.device)
         memory = Memory(free + model.weights_bytes, model.weights_bytes, RESERVE_BYTES, layout.page_bytes)
         self.ledger = Ledger(Pool(pages + 1), layout.run_pages, streams=streams, memory=memory)
         self.buffer = Buffer(layout, pages + 1, model.device, poison=poison)
@@ -143,11 +143,16 @@ class Paged:
         return state
 
 
-def check_pages(pages: int, layout: Layout) -> None:
-    """Raise NeverFits for a pool of fewer pages than a lane takes at least."""
+def check_pages(pages: int, layout: Layout, device: torch.device, weights_bytes: int = 0) -> None:
+    """Raise NeverFits for a pool of fewer pages than a lane takes at least, or more than memory has room for.
+
+    `weights_bytes` are those of weights that are still to be loaded.
+    """
     least = layout.run_pages + 1
     if pages < least:
         raise NeverFits(
             f"kv_pages comes to {pages}, and one stream takes {least} at least: {layout.run_pages} for its state and 1 "
             f"for {PAGE} positions: set kv_pages to more, or to off"
         )
+    what = f"a pool of {pages} pages for keys, values and states"
+    check_memory((pages + 1) * layout.page_bytes, what, device, "lower kv_pages", weights_bytes=weights_bytes)

@@ -94,13 +94,14 @@ class Model(nn.Module, abc.ABC):
         """That of a parameter in a model of `dtype`."""
         return torch.float32 if parameter in self.float32 else dtype
 
-    def new_state(self, capacity: int, device: torch.device | None = None) -> State:
-        """The state of a sequence that begins, with room for `capacity` tokens, on the model's device.
+    def new_state(self, capacity: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> State:
+        """The state of a sequence that begins, with room for `capacity` tokens, on the model's device, in its dtype.
 
-        On another it is no use but for its size: the meta device tells that without taking memory.
+        On another it is no use but for its size: the meta device tells that without taking memory. An outline of a
+        model does not know its dtype.
         """
         stateful = [cast(Stateful, module) for module in self.modules() if hasattr(module, "new_piece")]
-        pieces = {module: module.new_piece(capacity, self.dtype, device or self.device) for module in stateful}
+        pieces = {module: module.new_piece(capacity, dtype or self.dtype, device or self.device) for module in stateful}
         return State(pieces, capacity)
 
     def step(self, ubatch: Ubatch, rows: Rows | None) -> torch.Tensor:

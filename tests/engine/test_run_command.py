@@ -207,6 +207,7 @@ def test_a_seed_repeats_a_reply(model: Path) -> None:
         (["-p", "a", "--weights", "fast"], "weights is 'fast'; it can be auto, packed or dequantised"),
         (["-p", "a", "--mixed", "8"], "mixed 8 has no effect while parallel is 1"),
         (["-p", "a", "--kv-pages", "1"], "kv_pages comes to 1, and one stream takes"),
+        (["-p", "a", "--kv-pages", "20", "--max-tokens", "9000"], "take 36 pages of 256 positions and"),
         (["-p", "a", "--trunk", "Q4_0"], "trunk is Q4_0, and only weights with load_format 'dummy'"),
     ],
 )

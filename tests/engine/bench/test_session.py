@@ -113,6 +113,12 @@ def test_warm(folder: Path) -> None:
         (["--prompts", "600"], "600 tokens are asked for, and the model takes"),
         (["--prompts", "", "--context", "600"], "728 tokens are asked for, and the model takes"),
         (["--json", "/nowhere/at/all.json"], "no folder"),
+        (["--prompts", "", "--streams", "1,4", "--kv-pages", "off,1"], "kv_pages comes to 1, and one stream takes"),
+        (
+            ["--prompts", "", "--streams", "4", "--kv-pages", "off,11"],
+            "4 streams have no room at once with kv_pages 11: give 12 or more pages",
+        ),
+        (["--prompts", "", "--streams", "1", "--kv-pages", "16777216"], "a pool of 16777216 pages for keys"),
     ],
 )
 def test_what_can_not_be_is_said_before_weights_are_read(
