@@ -11,6 +11,7 @@ import torch
 from lazyio.engine.models import Model, model_class
 from lazyio.engine.weights.dummy import fill_dummy, first_layers
 from lazyio.engine.weights.filling import fill, fill_packed, passing_bytes
+from lazyio.engine.weights.finite import check_loaded
 from lazyio.engine.weights.folder import FolderSource
 from lazyio.engine.weights.gguf import GgufSource
 from lazyio.engine.weights.memory import check_memory
@@ -60,7 +61,7 @@ def load_model(trunk: Trunk, *, progress: Progress | None = None, seed: int = 0)
     on every device of one type. `progress` is called with bytes read so far and bytes to read in all.
 
     Raises what `check_room` raises, before anything is loaded; ModelError where files are damaged or change meanwhile,
-    or where a quantised value or its scale is no finite number.
+    or where a value, or the scale of a quantised one, is no finite number.
     """
     check_room(trunk)
     if trunk.steps is None:
@@ -69,6 +70,7 @@ def load_model(trunk: Trunk, *, progress: Progress | None = None, seed: int = 0)
         for name, form in trunk.forms.items():
             trunk.put(name, form.empty(trunk.device))
         _stream(trunk, trunk.steps, progress)
+        check_loaded(trunk)
     for name, other in trunk.model.tied.items():
         trunk.put(name, trunk.model.weight(other))
     return trunk.model.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 from lazyio.engine.synthetic.rows import Rows
+from lazyio.engine.weights import finite
 from lazyio.engine.weights.filling import fill, fill_packed
 from lazyio.engine.weights.finite import check_packed, check_values
 from lazyio.engine.weights.fp8 import block_scale
+from lazyio.engine.weights.load import load_model, open_source, outline
 from lazyio.engine.weights.reading import FileOnce, Landing, identity_of
 from lazyio.engine.weights.source import Part
+from lazyio.engine.weights.trunk import plan_trunk
 from lazyio.errors import ModelError
 from lazyio.kernels.packed import PACKED_TYPES, empty, random
 from lazyio.ple.checkpoint import StoredTensor
@@ -90,6 +94,94 @@ def test_fp8_of_many_rows() -> None:
 @pytest.mark.parametrize("stored", sorted(PACKED_TYPES))
 def test_random_weights_are_finite(stored: str) -> None:
     check_packed(random(stored, (2, 64, 1024), CPU, torch.Generator().manual_seed(0), 0.02), "w")
+
+
+def loaded(path: Path, dtype: torch.dtype = torch.float32) -> None:
+    source = open_source(path)
+    load_model(plan_trunk(source, outline(source), device=CPU, dtype=dtype))
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "place", "said"),
+    [
+        ("model.layers.0.centred.weight", 999, r"\[1000\]\) has a value that is [a-z-]+: "),
+        ("model.layers.1.mixer.A_log", 0, r"\[2000\]\) has a value that is [a-z-]+: "),
+        ("model.layers.1.mixer.conv1d.weight", 9, r"\[24, 1, 4\]\) has a value that is [a-z-]+, in row 2: "),
+        ("model.layers.0.mixer.proj.weight", 16, r"\[24, 16\]\) has a value that is [a-z-]+, in row 1: "),
+        ("model.layers.0.mlp.experts.down_proj", 16 * 24 + 24, r"24\]\) has a value .*, in row 1 of expert 1: "),
+        ("model.embed_tokens.weight", 639, r"\[40, 16\]\) has a value that is [a-z-]+, in row 39: "),
+    ],
+)
+def test_values_as_they_are(
+    write: Callable[..., Path],
+    weights: dict[str, torch.Tensor],
+    name: str,
+    place: int,
+    said: str,
+    stored: torch.dtype,
+    number: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finite, "_VALUES_AT_ONCE", 100)
+    monkeypatch.setattr(finite, "_FEW_VALUES", 7)
+    tensors = {each: value.to(stored) for each, value in weights.items()}
+    loaded(write(tensors))
+    tensors[name].view(-1)[place] = number
+    with pytest.raises(ModelError, match=f"part-0.safetensors: {name} .*{said}the file is damaged"):
+        loaded(write(tensors))
+
+
+def test_one_of_many_experts(write: Callable[..., Path], weights: dict[str, torch.Tensor]) -> None:
+    """Which are tensors of their own, and halves of a parameter."""
+    experts = weights.pop("model.layers.1.mlp.experts.gate_up_proj")
+    for i, expert in enumerate(experts):
+        for which, half in zip(("gate", "up"), expert.chunk(2), strict=True):
+            weights[f"model.layers.1.mlp.experts.{i}.{which}_proj.weight"] = half
+    for i, expert in enumerate(weights.pop("model.layers.1.mlp.experts.down_proj")):
+        weights[f"model.layers.1.mlp.experts.{i}.down_proj.weight"] = expert
+    loaded(write(weights))
+    weights["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] = math.nan
+    with pytest.raises(ModelError, match=r"experts.2.up_proj.weight \(F32 \[24, 16\]\) .* that is nan, in row 3: "):
+        loaded(write(weights))
+
+
+def test_values_that_the_dtype_does_not_hold(write: Callable[..., Path], weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.0.norm.weight"][5] = 1e5
+    loaded(write(weights), torch.bfloat16)
+    with pytest.raises(
+        ModelError, match=r"norm.weight \(F32 \[1000\]\) .* float16 does not hold: set dtype to bfloat16"
+    ):
+        loaded(write(weights), torch.float16)
+
+
+@pytest.mark.parametrize("name", ["qwen4_exp-Q4_0", "gemma4-Q8_0"])
+def test_values_as_they_are_in_gguf(name: str, tmp_path: Path) -> None:
+    """One tensor of each kind, in parts of a file, changed on the way or not."""
+    for path in (Path(__file__).parents[2] / "data" / "gguf").glob(f"{name}*.gguf"):
+        shutil.copy(path, tmp_path)
+    first = min(tmp_path.iterdir())
+    source = open_source(first)
+    steps = plan_trunk(source, outline(source), device=CPU, dtype=torch.float32).steps or ()
+    plain = {"F32": np.float32, "F16": np.float16}
+    some = {step.part.stored.name.rpartition("blk.")[2].lstrip("0123456789"): step.part.stored for step in steps}
+    some = {kind: stored for kind, stored in some.items() if stored.dtype in plain}
+    assert len(some) > 5
+    for stored in some.values():
+        with open(stored.path, "r+b") as file:
+            file.seek(stored.offset)
+            before = file.read(4)
+            file.seek(stored.offset)
+            file.write(plain[stored.dtype](math.nan).tobytes())
+            file.flush()
+            with pytest.raises(
+                ModelError, match=rf"{stored.name} \({stored.dtype} .* that is nan.* the file is damaged"
+            ):
+                loaded(first)
+            file.seek(stored.offset)
+            file.write(before)
+    loaded(first)
 
 
 def test_rows_are_counted_from_the_first_value_of_a_piece() -> None:
