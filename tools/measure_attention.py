@@ -18,22 +18,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
-import triton
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
-from triton.runtime.errors import OutOfResources, PTXASError
-from triton.testing import do_bench_cudagraph
+
+try:
+    import torch
+    import triton
+    from torch.nn import functional
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+    from triton.runtime.errors import OutOfResources, PTXASError
+    from triton.testing import do_bench_cudagraph
+except ModuleNotFoundError as error:
+    raise SystemExit(f"measure_attention: error: kernels are measured with torch and Triton: {error}") from None
 
 from lazyio.engine.layers.attention import attend
 from lazyio.engine.layers.block_selection import best, scores
 from lazyio.kernels import sparse_attention as kernel
 from lazyio.kernels.block_selection import Selected, select_blocks
 from lazyio.kernels.block_selection import reference as selection_reference
+from lazyio.kernels.measuring import the_gpu
 from lazyio.kernels.sparse_attention import Config, attend_causal, attend_selected, group_of, reference
 
 HEADS, KV_HEADS, DIM, INDEX_HEADS, INDEX_DIM, COUNT, RATIO = 24, 2, 256, 4, 128, 512, 4
@@ -119,9 +124,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds over all ways, there and back.")] = 2,
     sweep: Annotated[bool, typer.Option("--sweep", help="Compare launches instead.")] = False,
 ) -> None:
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("there is no GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = the_gpu()
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     lengths = [int(part) for part in contexts.split(",")]
     with torch.inference_mode():

@@ -18,13 +18,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
-import torch
-import triton
 import typer
 from rich.console import Console
 from rich.table import Table
-from triton.runtime.errors import OutOfResources, PTXASError
-from triton.testing import do_bench_cudagraph
+
+try:
+    import torch
+    import triton
+    from triton.runtime.errors import OutOfResources, PTXASError
+    from triton.testing import do_bench_cudagraph
+except ModuleNotFoundError as error:
+    raise SystemExit(f"measure_blocks: error: kernels are measured with torch and Triton: {error}") from None
 
 from lazyio.engine.layers import hyper_connection as layers
 from lazyio.engine.layers import ngram_embedding
@@ -37,6 +41,7 @@ from lazyio.engine.weights.dummy import draw
 from lazyio.kernels import delta_net, hyper_connection, ple_block
 from lazyio.kernels.expand_rows import expand_rows
 from lazyio.kernels.hyper_connection import Given
+from lazyio.kernels.measuring import the_gpu
 from lazyio.ple.dtypes import TYPES
 
 HIDDEN, COUNT, RANK, VALUES, HEADS, TAPS, DILATION, EPS = 2560, 4, 320, 2560, 16, 4, 3, 1e-6
@@ -52,9 +57,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds over all ways, there and back.")] = 2,
     sweep: Annotated[bool, typer.Option("--sweep", help="Compare launches of each body instead.")] = False,
 ) -> None:
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("there is no GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = the_gpu()
     counts = [int(part) for part in tokens.split(",")]
     with torch.inference_mode():
         speed = copy_speed(device)

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lazyio import LazyTable, TableSpec, find_table, open_table, row_ids_of
+from lazyio import LazyIOError, LazyTable, TableSpec, find_table, open_table, row_ids_of
 from lazyio.fetchers.base import Int64
 from lazyio.ple.cache import RowCache
 
@@ -240,4 +240,7 @@ def read_rows(table: LazyTable, ubatches: list[Int64]) -> int:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except (LazyIOError, ModuleNotFoundError) as error:
+        raise SystemExit(f"measure_cache: error: {error}") from None

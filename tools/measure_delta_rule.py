@@ -19,17 +19,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
-import torch
-import triton
 import typer
 from rich.console import Console
 from rich.table import Table
-from triton import language as tl
-from triton.runtime.errors import OutOfResources, PTXASError
-from triton.testing import do_bench_cudagraph
+
+try:
+    import torch
+    import triton
+    from triton import language as tl
+    from triton.runtime.errors import OutOfResources, PTXASError
+    from triton.testing import do_bench_cudagraph
+except ModuleNotFoundError as error:
+    raise SystemExit(f"measure_delta_rule: error: kernels are measured with torch and Triton: {error}") from None
 
 from lazyio.kernels import gated_delta_rule as rule
 from lazyio.kernels.gated_delta_rule import Arguments, Config
+from lazyio.kernels.measuring import the_gpu
 
 DIM = 128
 OURS, AGAIN, RECURRENCE, FLASH = "ours", "ours again", "recurrence", "flash-linear-attention"
@@ -44,10 +49,8 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds over all ways, there and back.")] = 5,
     sweep: Annotated[bool, typer.Option("--sweep", help="Compare launches of each body instead.")] = False,
 ) -> None:
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("there is no GPU")
+    device = the_gpu()
     key_heads, value_heads = numbers(heads)
-    device = torch.device("cuda", torch.cuda.current_device())
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
 
     def arguments(sizes: list[tuple[int, int]]) -> Arguments:

@@ -19,17 +19,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import torch
-import triton
 import typer
 from rich.console import Console
 from rich.table import Table
-from triton.runtime.errors import OutOfResources, PTXASError
-from triton.testing import do_bench_cudagraph
+
+try:
+    import torch
+    import triton
+    from triton.runtime.errors import OutOfResources, PTXASError
+    from triton.testing import do_bench_cudagraph
+except ModuleNotFoundError as error:
+    raise SystemExit(f"measure_moe: error: kernels are measured with torch and Triton: {error}") from None
 
 from lazyio.engine.layers import moe as layers
 from lazyio.kernels import moe, packed, route
 from lazyio.kernels.contract import error_of
+from lazyio.kernels.measuring import the_gpu
 from lazyio.kernels.moe import Config, Launch, Ways, Weight
 
 BANDWIDTH, ARITHMETIC = 4.3e12, 790e12  # bytes and float operations of an H200 in a second
@@ -75,8 +80,7 @@ def main(
     ),
     sweep: Annotated[bool, typer.Option("--sweep", help="Compare launches of the bodies instead.")] = False,
 ) -> None:
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("there is no GPU")
+    the_gpu()
     of = Sizes(*numbers(sizes))
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     with torch.inference_mode():

@@ -21,16 +21,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
-import torch
-import triton
 import typer
 from rich.console import Console
 from rich.table import Table
-from triton import language as tl
-from triton.runtime.errors import OutOfResources, PTXASError
-from triton.testing import do_bench_cudagraph
+
+try:
+    import torch
+    import triton
+    from triton import language as tl
+    from triton.runtime.errors import OutOfResources, PTXASError
+    from triton.testing import do_bench_cudagraph
+except ModuleNotFoundError as error:
+    raise SystemExit(f"measure_packed: error: kernels are measured with torch and Triton: {error}") from None
 
 from lazyio.kernels import packed, packed_matmul
+from lazyio.kernels.measuring import the_gpu
 from lazyio.kernels.packed import PACKED_TYPES, PackedWeight
 from lazyio.kernels.packed_matmul import Config, dequantise, matmul, reference
 from lazyio.kernels.packed_tiles import load_tile
@@ -51,8 +56,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="After which nothing more is begun.")] = 80,
     sweep: Annotated[bool, typer.Option("--sweep", help="Compare launches instead.")] = False,
 ) -> None:
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("there is no GPU")
+    the_gpu()
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     chosen = sorted(PACKED_TYPES) if types == "all" else types.split(",")
     sizes = [tuple(int(part) for part in shape.split("x")) for shape in shapes.split(",")]

@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise SystemExit(f"measure_pages: error: models are measured with torch: {error}") from None
 
 from lazyio.bench.report import WIDTH
 from lazyio.bench.turns import in_turn
@@ -28,6 +32,7 @@ from lazyio.engine.kv.layout import Layout
 from lazyio.engine.kv.paged import Paged, Reuse
 from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.weights.load import open_source, outline
+from lazyio.errors import LazyIOError
 
 WINDOWS, PAGES = "windows", "pages"
 console = Console(width=None if Console().is_terminal else WIDTH)
@@ -161,4 +166,7 @@ def settle(llm: LLM) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except (LazyIOError, ModuleNotFoundError) as error:
+        raise SystemExit(f"measure_pages: error: {error}") from None

@@ -15,12 +15,17 @@ import statistics
 from collections.abc import Callable
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise SystemExit(f"measure_rows: error: kernels are measured with torch and Triton: {error}") from None
+
 from lazyio.kernels.expand_rows import SUPPORTED, expand_rows, reference
+from lazyio.kernels.measuring import the_gpu
 from lazyio.ple.dtypes import EXL3_TYPES, TYPES
 
 # More than any L2 cache holds.
@@ -37,9 +42,7 @@ def main(
     dtype: Annotated[str, typer.Option(help=f"Of the values: {', '.join(DTYPES)}.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(help="Replays of each, of which the median counts.")] = 21,
 ) -> None:
-    if not torch.cuda.is_available():
-        console.print("no CUDA device: there is nothing to measure")
-        raise typer.Exit(1)
+    the_gpu()
     table = Table(title=f"{torch.cuda.get_device_name()}, {rows} rows to {dtype}")
     for heading in ("type", "values", "row bytes", "us", "GB/s", "copy GB/s", "of copy"):
         table.add_column(heading, justify="left" if heading == "type" else "right")

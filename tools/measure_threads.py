@@ -129,4 +129,7 @@ def _report(results: list[dict[str, float]]) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except (lazyio.LazyIOError, ModuleNotFoundError) as error:
+        raise SystemExit(f"measure_threads: error: {error}") from None

@@ -20,16 +20,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+
+try:
+    import torch
+    from torch import nn
+except ModuleNotFoundError as error:
+    raise SystemExit(f"measure_trunk: error: models are measured with torch: {error}") from None
 
 from lazyio.engine.models import Model, model_class
 from lazyio.engine.synthetic.configs import config_of
 from lazyio.engine.ubatch import Ubatch
 from lazyio.engine.weights.dummy import draw
+from lazyio.kernels.measuring import end
 from lazyio.ple.rowids import NgramRowIds
 from lazyio.ple.spec import NgramHash
 
@@ -87,6 +92,8 @@ def main(
     if layers < 4 and not alone:
         raise typer.BadParameter("transformers takes no fewer than 4 layers, the fourth has attention; or give --alone")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if size == "true" and device.type == "cpu":
+        end("there is no GPU for layers of true size: give --size tiny")
     made = torch.Generator().manual_seed(0)
     reference = build_reference(size, layers, rows, device)
     vocab = reference.config.vocab_size
@@ -114,7 +121,10 @@ def main(
 
 def build_reference(size: str, layers: int, rows: int, device: torch.device) -> Any:
     """The causal model of transformers, of random weights, in bfloat16 on a GPU."""
-    import transformers
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        end(f"weights come from a model of transformers, with --alone too: {error}")
 
     config, _ = config_of("qwen4_exp", size, end=3, vocab=4, layers=layers, rows=rows)
     before = torch.get_default_dtype()

@@ -6,7 +6,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import typer
 
 from lazyio.kernels.expand_rows import SUPPORTED
 from lazyio.ple.dtypes import TYPES
@@ -29,15 +28,6 @@ def test_every_type_has_rows_that_its_blocks_make_up(tool: ModuleType):
             TYPES[stored].row_bytes(values)
     assert tool.lengths("Q4_0") == [160, 8960]
     assert TYPES["Q4_0"].row_bytes(8960) == TYPES["Q4_K"].row_bytes(8960) == 5040
-
-
-def test_without_a_gpu_it_says_so(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(typer.Exit):
-        tool.main()
-    assert "no CUDA device" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
