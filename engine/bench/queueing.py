@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from lazyio import settings
-from lazyio.bench.cold import make_cold
 from lazyio.bench.turns import in_turn
 from lazyio.bench.watch import Watch
 from lazyio.engine.admission import Windows
@@ -82,7 +81,7 @@ def measure_queue(rig: Rig, outcome: QueueOutcome, tokens: Sequence[int], rounds
 
 def _run(rig: Rig, outcome: QueueOutcome, arm: tuple[int, Way], tokens: Sequence[int], *, again: bool) -> QueueRun:
     queued, way = arm
-    make_cold(rig.spec)
+    rig.make_cold(way)
     without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
     with rig.feed(way, without_cache, timed=True) as feed:
         each, context = outcome.tokens_each, outcome.context

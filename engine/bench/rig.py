@@ -85,7 +85,7 @@ class Rig:
         Raises NotCold, RunsDifferError, and what tables raise.
         """
         if not warm:
-            make_cold(self.spec)
+            self.make_cold(way)
         with self.feed(way, {}) as feed:
             if warm:
                 self._timed_prompt(way, feed, tokens, cuts)
@@ -96,10 +96,15 @@ class Rig:
 
         Raises as `prompt` does.
         """
-        make_cold(self.spec)
+        self.make_cold(way)
         without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
         with self.feed(way, without_cache) as feed:
             return self._timed_steps(way, feed, tokens, context)
+
+    def make_cold(self, way: Way) -> None:
+        """Have nothing of the table in the page cache, unless it is in memory as a whole. Raises NotCold."""
+        if way.mode != RESIDENT:
+            make_cold(self.spec)
 
     @contextmanager
     def feed(self, way: Way, more: dict[str, Any], *, timed: bool = False) -> Iterator[Feed]:

@@ -102,7 +102,8 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
         rig = Rig(llm.model, llm.table.spec, llm.feed.row_ids, request.table_options, stack)
         cuts = {length: llm.cuts(length) for length in lengths}
         llm.table.close()  # what it has mapped could not be made cold
-        make_cold(rig.spec)
+        if request.decode or not all(request.heats()):
+            make_cold(rig.spec)  # what can't be is said at once
         bench = PromptBench(rig, ways, request.rounds, request.seed)
         with Watch(console, request.rounds * (len(ways) + 1)) as watch:
             outcome = EngineOutcome(_subject(llm, source), ways, [])

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lazyio import settings
-from lazyio.bench.cold import make_cold
 from lazyio.bench.turns import in_turn
 from lazyio.bench.watch import Watch
 from lazyio.engine.account import Meter, percentile
@@ -185,7 +184,7 @@ def measure_streams(
 def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, again: bool) -> StreamsRun:
     way, streams = arm.way, arm.streams
     admission = KvOptions.resolve(arm.kv_pages, None, None).admission(rig.model, streams, batch_invariant=False)
-    make_cold(rig.spec)
+    rig.make_cold(way)
     without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
     with rig.feed(way, without_cache, timed=True) as feed:
         each, context = outcome.tokens_each(streams), outcome.context

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lazyio import LazyTable, RunsDifferError, TableError, Unsupported, open_table
+from lazyio import LazyTable, NotCold, RunsDifferError, TableError, Unsupported, open_table
 from lazyio.bench.abba.paths import Place
 from lazyio.cli import app
 from lazyio.engine.bench.rig import Rig
@@ -102,6 +102,35 @@ def test_warm(folder: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "prompt of 20 tokens, warm, one ubatch: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "times"),
+    [(["--prompts", "20"], 2), (["--streams", "2"], 2), (["--queued", "2"], 1)],
+)
+def test_a_table_in_memory_is_not_made_cold(
+    folder: Path, arguments: list[str], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads nothing: only the runs of the other mode begin cold: prompts, steps, streams, of which one is not measured, and queues."""
+    made = list[str]()
+    monkeypatch.setattr("lazyio.engine.bench.rig.make_cold", lambda spec: made.append(spec.path))
+    result = run(folder, "--prompts", "", *arguments, "--modes", "on", "--lookahead", "0", *FEW)
+    assert result.exit_code == 0, result.output
+    assert len(made) == times
+
+
+def test_warm_runs_need_no_cold_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a filesystem that keeps all in memory."""
+
+    def refused(_: object) -> None:
+        raise NotCold("never drops")
+
+    monkeypatch.setattr("lazyio.engine.bench.session.make_cold", refused)
+    options = ["--prompts", "20", "--modes", "on", "--lookahead", "0", *FEW]
+    assert run(folder, *options).exit_code == 2
+    assert run(folder, *options, "--warm").exit_code == 2  # steps are cold
+    result = run(folder, *options, "--warm", "--decode", "0")
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(
