@@ -111,7 +111,7 @@ def test_warm(folder: Path) -> None:
 def test_a_table_in_memory_is_not_made_cold(
     folder: Path, arguments: list[str], times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads nothing: only the runs of the other mode begin cold: prompts, steps, streams, of which one is not measured, and queues."""
+    """It reads nothing: only the runs of the other mode begin cold; of streams one is not measured."""
     made = list[str]()
     monkeypatch.setattr("lazyio.engine.bench.rig.make_cold", lambda spec: made.append(spec.path))
     result = run(folder, "--prompts", "", *arguments, "--modes", "on", "--lookahead", "0", *FEW)
