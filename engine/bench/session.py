@@ -63,6 +63,8 @@ class EngineRequest:
             raise SettingError("--queued needs replies to wait for, and --decode is 0: give a number of steps")
         if not words and not self.decode:
             raise SettingError("there is nothing to measure: give --prompts or --decode")
+        if self.warm and not words:
+            raise SettingError("--warm has no effect without --prompts: decode steps are measured cold; leave it out")
         if self.kv_pages and not self.streams:
             raise SettingError("--kv-pages has no effect without --streams: give a number of them")
         if self.streams and not self.decode:

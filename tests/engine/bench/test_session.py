@@ -104,19 +104,23 @@ def test_warm(folder: Path) -> None:
     assert "prompt of 20 tokens, warm, one ubatch: " in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "times"),
-    [(["--prompts", "20"], 2), (["--streams", "2"], 2), (["--queued", "2"], 1)],
-)
+@pytest.mark.parametrize("arguments", [["--prompts", "20"], ["--streams", "2"], ["--queued", "2"]])
 def test_a_table_in_memory_is_not_made_cold(
-    folder: Path, arguments: list[str], times: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads nothing: only the runs of the other mode begin cold; of streams one is not measured."""
-    made = list[str]()
-    monkeypatch.setattr("lazyio.engine.bench.rig.make_cold", lambda spec: made.append(spec.path))
+    """It reads nothing: only the runs of the other mode begin cold, of prompts and steps, of streams, and of queues."""
+    make_cold, modes, cold = Rig.make_cold, list[str](), list[str]()
+
+    def noted(rig: Rig, way: Way) -> None:
+        modes.append(way.mode)
+        make_cold(rig, way)
+
+    monkeypatch.setattr(Rig, "make_cold", noted)
+    monkeypatch.setattr("lazyio.engine.bench.rig.make_cold", lambda _: cold.append(modes[-1]))
     result = run(folder, "--prompts", "", *arguments, "--modes", "on", "--lookahead", "0", *FEW)
     assert result.exit_code == 0, result.output
-    assert len(made) == times
+    assert set(modes) == {"off", "on"}
+    assert cold == ["on"] * modes.count("on")
 
 
 def test_warm_runs_need_no_cold_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +142,7 @@ def test_warm_runs_need_no_cold_table(folder: Path, monkeypatch: pytest.MonkeyPa
     [
         (["--prompts", "x"], "numbers of tokens"),
         (["--prompts", "", "--decode", "0"], "nothing to measure"),
+        (["--prompts", "", "--warm"], "--warm has no effect without --prompts"),
         (["--modes", "maybe"], "maybe"),
         (["--prompts", "600"], "600 tokens are asked for, and the model takes"),
         (["--prompts", "", "--context", "600"], "728 tokens are asked for, and the model takes"),
