@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,11 +35,13 @@ def interrupted(number: int) -> Iterator[list[int]]:
                 raise KeyboardInterrupt
 
     before = sys.getprofile()
+    gc.disable()  # an interrupt of what is collected would be swallowed
     sys.setprofile(look)
     try:
         yield moments
     finally:
         sys.setprofile(before)
+        gc.enable()
 
 
 @pytest.fixture(scope="module")
