@@ -91,11 +91,12 @@ def select_blocks(
     Raises Unsupported where Triton is missing, and for what has no kernel.
     """
     _check(queries, keys, count, group)
-    assert len(keys) == (before + len(queries)) // ratio, "keys are those of the complete blocks"
-    columns = -(-(before + len(queries)) // ratio)
+    tokens = queries.shape[0]
+    assert keys.shape[0] == (before + tokens) // ratio, "keys are those of the complete blocks"
+    columns = -(-(before + tokens) // ratio)
     selected, width = _empty(queries, columns, count, ratio, group), _rounded(columns)
     at_once = max(1, _MOST_SCORES // width // group) * group
-    for start in range(0, len(queries), at_once):
+    for start in range(0, tokens, at_once):
         some = queries[start : start + at_once]
         scores = block_scores(some, keys, before + start, ratio=ratio, width=width)
         _choose(scores, before + start, count, ratio, selected.behind(start))
@@ -109,20 +110,22 @@ def select_steps(
 
     queries [sequences, heads, dim], keys [blocks, dim] of each, positions int64 [sequences], of the tokens.
     """
-    most = max(keys, key=len)
+    most = max(keys, key=lambda one: one.shape[0])
     _check(queries, most, count, 1)
     _check_steps(queries, keys, positions)
     # The block that a token lies in may be one more.
-    selected, width = _empty(queries, len(most) + 1, count, ratio, 1), _rounded(len(most) + 1)
+    columns = most.shape[0] + 1
+    selected, width = _empty(queries, columns, count, ratio, 1), _rounded(columns)
     scores = block_scores(queries, most, 0, ratio=ratio, width=width, steps=(keys, positions))
     _choose(scores, 0, count, ratio, selected, positions)
     return selected
 
 
 def _empty(queries: torch.Tensor, columns: int, count: int, ratio: int, group: int) -> Selected:
-    groups, capacity = -(-len(queries) // group), _rounded(min(columns, group * (count + 1)))
+    tokens = queries.shape[0]
+    groups, capacity = -(-tokens // group), _rounded(min(columns, group * (count + 1)))
     entries = torch.empty(groups, capacity, dtype=torch.int32, device=queries.device)
-    return Selected(entries, entries.new_empty(groups), len(queries), group, ratio)
+    return Selected(entries, entries.new_empty(groups), tokens, group, ratio)
 
 
 def block_scores(
@@ -144,7 +147,7 @@ def block_scores(
     rows = config.rows if steps is None and tokens > 16 else 16
     language = _bodies().tl
     first, positions, lie = (keys, scores, scores) if steps is None else (steps[0][0], steps[1], places(steps[0]))
-    _bodies().score[(-(-len(keys) // config.columns) or 1, -(-tokens // rows) if steps is None else tokens)](
+    _bodies().score[(-(-keys.shape[0] // config.columns) or 1, -(-tokens // rows) if steps is None else tokens)](
         *(queries, first, scores, positions, lie, tokens, before, width),
         STEPS=steps is not None,
         RATIO=ratio,
@@ -217,10 +220,10 @@ def _bodies() -> Any:
 
 
 def _check(queries: torch.Tensor, keys: torch.Tensor, count: int, group: int) -> None:
-    dim = queries.shape[2]
-    if not supports(dim, len(keys)) or queries.dtype not in _DTYPES:
+    dim, blocks = queries.shape[2], keys.shape[0]
+    if not supports(dim, blocks) or queries.dtype not in _DTYPES:
         raise Unsupported(
-            f"block selection has no kernel for {queries.dtype}, queries of {dim} values and {len(keys)} blocks: it has"
+            f"block selection has no kernel for {queries.dtype}, queries of {dim} values and {blocks} blocks: it has"
             f" those for float32, bfloat16 and float16, {_DIMS} values and less than {MOST_BLOCKS} blocks"
         )
     assert keys.shape[1:] == (dim,), "keys are [blocks, dim]"
@@ -233,7 +236,7 @@ def _check(queries: torch.Tensor, keys: torch.Tensor, count: int, group: int) ->
 
 
 def _check_steps(queries: torch.Tensor, keys: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
-    assert len(queries) == len(keys), "there is a query for each sequence"
+    assert queries.shape[0] == len(keys), "there is a query for each sequence"
     assert positions.shape == (len(keys),), "positions are [sequences]"
     assert positions.dtype == torch.int64, "positions are int64"
     assert positions.is_contiguous(), "positions are not contiguous"

@@ -71,6 +71,20 @@ def usable(device: torch.device) -> bool:
     return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+# What a driver says of a GPU takes longer to ask for than a body takes to run.
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on a GPU, at most."""
+    has: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return has
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Triton's interpreter runs bodies on the CPU, if Triton and they are imported for the first time within."""
@@ -85,6 +99,7 @@ def interpreted() -> Iterator[None]:
             os.environ["TRITON_INTERPRET"] = before
 
 
+@functools.cache
 def bodies(module: str, what: str) -> Any:
     """The module lazyio.kernels.<module>, which needs Triton; raises Unsupported, naming `what`, without it."""
     try:

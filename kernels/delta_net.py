@@ -47,7 +47,7 @@ def convolve(
     tokens, channels = inputs.shape
     reach = weight.shape[1] - 1
     _supported(inputs.dtype, reach, 1)
-    assert len(weight) == channels, "the convolution has weights for each channel"
+    assert weight.shape[0] == channels, "the convolution has weights for each channel"
     assert inputs.is_contiguous(), "the inputs are not contiguous"
     assert weight.is_contiguous(), "the weights are not contiguous"
     assert len(spans) == len(history) > 0, "every sequence has its history"
@@ -57,7 +57,7 @@ def convolve(
     width = min(width, _power(channels))
     blocks = blocks_of(tuple(spans), rows, inputs.device)
     out = torch.empty_like(inputs)
-    _bodies().convolve[(len(blocks), -(-channels // width))](
+    _bodies().convolve[(blocks.shape[0], -(-channels // width))](
         *(inputs, weight, blocks, history[0], places_of(history), out),
         CHANNELS=channels,
         REACH=reach,

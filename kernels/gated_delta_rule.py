@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lazyio.errors import Unsupported
-from lazyio.kernels.contract import Case, Kernel, bodies
+from lazyio.kernels.contract import Case, Kernel, bodies, shared_bytes
 from lazyio.kernels.places import on_device, places
 
 #: Tokens of a block.
@@ -59,7 +59,7 @@ def gated_delta_rule(
     """
     _check(q, k, v, beta, log_decay, chunks, memory)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    work = _work(tuple([Chunk(start, length, before % BLOCK) for start, length, before in chunks]), q.device)
+    work = _work(tuple([_cut(chunk) for chunk in chunks]), q.device)
     shape = {
         **{"HEADS": v.shape[1], "EACH": v.shape[1] // k.shape[1], "KEY": k.shape[2], "VALUE": v.shape[2]},
         **{"Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "V_STRIDE": v.stride(0)},
@@ -129,6 +129,11 @@ class _Work:
     sequences: torch.Tensor
     stepping: tuple[int, ...]
     tokens: torch.Tensor
+
+
+def _cut(chunk: Chunk) -> Chunk:
+    """All that tables depend on, so that they are the same for all steps of a batch."""
+    return chunk._replace(before=chunk.before % BLOCK if chunk.length > 1 else 0)
 
 
 # Tables on a GPU are the same for all layers, and for all steps of a batch.
@@ -209,8 +214,7 @@ def _step(
 def _fitting(configs: Sequence[Config], device: torch.device) -> Config:
     if device.type != "cuda":
         return configs[-1]
-    has: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return next(config for config in configs if config.shared_bytes <= has)
+    return next(config for config in configs if config.shared_bytes <= shared_bytes(device))
 
 
 def _bodies() -> Any:

@@ -80,7 +80,7 @@ def connect(streams: torch.Tensor, count: int, given: Given | None = None, norm:
     Raises Unsupported where Triton is missing, and for what has no kernel.
     """
     _check(streams, count, given, norm)
-    tokens, hidden = len(streams), streams.shape[1] // count
+    tokens, hidden = streams.shape[0], streams.shape[1] // count
     after = streams if given is None else torch.empty_like(streams)
     normed = logits = None
     if norm is not None:
@@ -110,7 +110,7 @@ def mix(low: torch.Tensor, up: torch.Tensor, normed: torch.Tensor, count: int) -
     low [tokens, rank], up [count * hidden, rank], normed [tokens, count * hidden]: contiguous, of one dtype. On the
     current stream; never waits. Raises as `connect` does.
     """
-    return _mixed(low, up, normed, count, next(config for config in MIX if len(normed) <= config.tokens))
+    return _mixed(low, up, normed, count, next(config for config in MIX if normed.shape[0] <= config.tokens))
 
 
 def blend(gate: torch.Tensor, normed: torch.Tensor, count: int) -> torch.Tensor:
@@ -118,11 +118,11 @@ def blend(gate: torch.Tensor, normed: torch.Tensor, count: int) -> torch.Tensor:
     assert gate.shape == normed.shape, "the gate is that of all streams"
     assert gate.is_contiguous(), "the gate is not contiguous"
     _check(normed, count, None, None)
-    hidden = normed.shape[1] // count
-    out = torch.empty(len(normed), hidden, dtype=normed.dtype, device=normed.device)
+    tokens, hidden = normed.shape[0], normed.shape[1] // count
+    out = torch.empty(tokens, hidden, dtype=normed.dtype, device=normed.device)
     width, warps = BLEND
     width = min(width, _power(hidden))
-    _bodies().blend[(len(normed), -(-hidden // width))](
+    _bodies().blend[(tokens, -(-hidden // width))](
         *(gate, normed, out), STREAMS=count, HIDDEN=hidden, WIDTH=width, num_warps=warps
     )
     return out
@@ -130,8 +130,7 @@ def blend(gate: torch.Tensor, normed: torch.Tensor, count: int) -> torch.Tensor:
 
 def _mixed(low: torch.Tensor, up: torch.Tensor, normed: torch.Tensor, count: int, config: Config) -> torch.Tensor:
     _check_mix(low, up, normed, count)
-    hidden = normed.shape[1] // count
-    tokens = len(normed)
+    tokens, hidden = normed.shape[0], normed.shape[1] // count
     out = torch.empty(tokens, hidden, dtype=normed.dtype, device=normed.device)
     _bodies().mix[(-(-tokens // config.rows), -(-hidden // config.width))](
         *(low if config.activate else functional.silu(low / count), up, normed, out, tokens),
@@ -207,8 +206,8 @@ def _check(streams: torch.Tensor, count: int, given: Given | None, norm: Norm | 
 
 def _check_mix(low: torch.Tensor, up: torch.Tensor, normed: torch.Tensor, count: int) -> None:
     _check(normed, count, None, None)
-    assert low.shape == (len(normed), up.shape[1]), "low is [tokens, rank]"
-    assert len(up) == normed.shape[1], "W_up is [streams * hidden, rank]"
+    assert low.shape == (normed.shape[0], up.shape[1]), "low is [tokens, rank]"
+    assert up.shape[0] == normed.shape[1], "W_up is [streams * hidden, rank]"
     assert low.dtype == up.dtype == normed.dtype, "matrices are of one dtype"
     assert low.is_contiguous(), "low is not contiguous"
     assert up.is_contiguous(), "W_up is not contiguous"

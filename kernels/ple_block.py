@@ -80,7 +80,7 @@ def ple_block(
         BLOCK=_power(hidden),
         num_warps=_GATE_WARPS,
     )
-    _bodies().convolve[(len(blocks), -(-hidden // width), count)](
+    _bodies().convolve[(blocks.shape[0], -(-hidden // width), count)](
         *(values, gates, weights.norm_conv, weights.conv, blocks, history[0], places_of(history), out),
         **sizes,
         KERNEL=weights.conv.shape[1],

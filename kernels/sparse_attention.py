@@ -16,7 +16,7 @@ import torch
 
 from lazyio.errors import Unsupported
 from lazyio.kernels.block_selection import BITS, Selected
-from lazyio.kernels.contract import Case, Kernel, bodies
+from lazyio.kernels.contract import Case, Kernel, bodies, processors, shared_bytes
 from lazyio.kernels.places import UNIT, places
 
 _DIMS = (16, 32, 64, 128, 256)
@@ -58,7 +58,7 @@ def group_of(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, device:
     most = min(BITS, tokens, max(1, config.rows // (heads // kv_heads)))
     if device.type != "cuda":
         return most
-    return _even(tokens, most, kv_heads, torch.cuda.get_device_properties(device).multi_processor_count)
+    return _even(tokens, most, kv_heads, processors(device))
 
 
 def _even(tokens: int, most: int, kv_heads: int, processors: int) -> int:
@@ -82,9 +82,10 @@ def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: f
     """
     _check(q, k, v)
     each = q.shape[1] // k.shape[1]
-    config = _fitting(STEP if len(q) == 1 else CAUSAL, q.dtype, q.device)
-    group = max(1, min(len(q), config.rows // each))
-    return _launch(q, k, v, len(k), None, scale, config, group)
+    tokens = q.shape[0]
+    config = _fitting(STEP if tokens == 1 else CAUSAL, q.dtype, q.device)
+    group = max(1, min(tokens, config.rows // each))
+    return _launch(q, k, v, k.shape[0], None, scale, config, group)
 
 
 def attend_selected(
@@ -92,11 +93,12 @@ def attend_selected(
 ) -> torch.Tensor:
     """`attend_causal` over the keys in selected blocks alone. Every token must see a key."""
     _check(q, k, v)
-    config = _fitting(STEP if len(q) == 1 else SELECTED, q.dtype, q.device)
-    assert selected.tokens == len(q), "blocks were selected for other tokens"
+    tokens = q.shape[0]
+    config = _fitting(STEP if tokens == 1 else SELECTED, q.dtype, q.device)
+    assert selected.tokens == tokens, "blocks were selected for other tokens"
     assert selected.ratio in _RATIOS, "tiles have no whole blocks"
     assert selected.group * (q.shape[1] // k.shape[1]) <= config.rows or selected.group == 1, "groups are too large"
-    return _launch(q, k, v, len(k), selected, scale, config, selected.group)
+    return _launch(q, k, v, k.shape[0], selected, scale, config, selected.group)
 
 
 def attend_steps(
@@ -113,12 +115,12 @@ def attend_steps(
     q [sequences, heads, dim]; keys and values [keys, kv_heads, dim] of each, up to its token, and all of one layout;
     positions int64 [sequences], of the tokens.
     """
-    longest = max(range(len(keys)), key=lambda i: len(keys[i]))
+    longest = max(range(len(keys)), key=lambda i: keys[i].shape[0])
     _check(q[:1], keys[longest], values[longest])
     _check_steps(q, keys, values, positions)
     steps = (positions, torch.cat([places(keys), places(values)]))
     config = _fitting(STEP, q.dtype, q.device)
-    return _launch(q, keys[0], values[0], len(keys[longest]), selected, scale, config, 1, steps)
+    return _launch(q, keys[0], values[0], keys[longest].shape[0], selected, scale, config, 1, steps)
 
 
 def _launch(
@@ -176,8 +178,7 @@ def _fitting(configs: Mapping[int, Sequence[Config]], dtype: torch.dtype, device
     some = configs[dtype.itemsize]
     if device.type != "cuda":
         return some[0]
-    has: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return next(config for config in some if config.shared_bytes <= has)
+    return next(config for config in some if config.shared_bytes <= shared_bytes(device))
 
 
 def _bodies() -> Any:
@@ -201,7 +202,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 def _check_steps(
     q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], positions: torch.Tensor
 ) -> None:
-    assert len(q) == len(keys) == len(values), "there are a query, keys and values for each sequence"
+    assert q.shape[0] == len(keys) == len(values), "there are a query, keys and values for each sequence"
     assert positions.shape == (len(keys),), "positions are [sequences]"
     assert positions.dtype == torch.int64, "positions are int64"
     assert positions.is_contiguous(), "positions are not contiguous"

@@ -14,6 +14,7 @@ import torch
 
 import lazyio.kernels
 from lazyio.errors import TableError, Unsupported
+from lazyio.kernels import contract
 from lazyio.kernels.expand_rows import CONTROLS, SUPPORTED, Arguments, expand_rows, reference
 from lazyio.ple.codec import decode
 from lazyio.ple.dtypes import TYPES
@@ -202,6 +203,7 @@ def test_an_inverse_beyond_the_rows_is_refused_on_the_cpu():
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch):
     """Modules that can't be imported stand for None; the module is loaded anew, as if for the first time."""
+    contract.bodies.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "lazyio.kernels.row_bodies", raising=False)
     monkeypatch.delattr(lazyio.kernels, "row_bodies", raising=False)

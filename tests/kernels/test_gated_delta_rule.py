@@ -73,6 +73,13 @@ def test_one_token_is_a_step_wherever_it_lies():
     assert work.blocks.tolist() == [[-62, 1, 66], [2, 1, 66], [67, 67, 75]]
 
 
+def test_all_steps_share_their_tables(device: torch.device):
+    of_one(1, 5, device).results(gated_delta_rule)
+    before = _work.cache_info().misses
+    of_one(1, 6, device).results(gated_delta_rule)
+    assert _work.cache_info().misses == before
+
+
 def test_sequences_of_one_launch_are_those_of_a_launch_each(device: torch.device):
     sizes = [(3, 62), (1, 70), (1, 0), (65, 0), (8, 100)]
     of_each = [of_one(tokens, before, device, seed) for seed, (tokens, before) in enumerate(sizes)]

@@ -176,6 +176,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch):
     def missing(name: str) -> object:
         raise ImportError(name)
 
+    contract.bodies.cache_clear()
     monkeypatch.setattr(contract.importlib, "import_module", missing)
     with pytest.raises(Unsupported, match="mixtures of experts needs Triton"):
         run(of(2, torch.device("cpu")))
