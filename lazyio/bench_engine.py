@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from lazyio.bench.kept import KeptJson
 from lazyio.bench.options import check_writable
 from lazyio.bench.report import WIDTH
+from lazyio.interrupts import terminable
 from lazyio.model_options import (
     Device,
     DirectIO,
@@ -23,6 +24,9 @@ from lazyio.model_options import (
     Trunk,
     Weights,
 )
+
+if TYPE_CHECKING:
+    from lazyio.engine.bench.session import EngineRequest
 
 _ROUNDS, _TABLE = "Rounds", "Table"
 
@@ -75,8 +79,7 @@ def bench_engine(
     json: Annotated[Path | None, typer.Option(help="Write all results to this file.", rich_help_panel=_ROUNDS)] = None,
 ) -> None:
     """Compare lazy modes under a whole model: prompts beside their floor T*, and decode steps."""
-    from lazyio.engine.bench.report import show_latest, show_method
-    from lazyio.engine.bench.session import EngineRequest, execute
+    from lazyio.engine.bench.session import EngineRequest
 
     check_writable(json)
     request = EngineRequest(
@@ -108,13 +111,30 @@ def bench_engine(
         ids=ids,
         seed=seed,
     )
+    with terminable():
+        _measure(request, KeptJson(json))
+
+
+def _measure(request: EngineRequest, kept: KeptJson) -> None:
+    """Measure, print and keep; what was measured before an interrupt or an error stands."""
+    from lazyio.engine.bench.report import EngineOutcome, show_from, show_method
+    from lazyio.engine.bench.session import execute
+
     console = Console(width=None if Console().is_terminal else WIDTH, highlight=False)
-    outcome = None
+    latest: EngineOutcome | None = None
+    shown = 0
+
+    def keep(outcome: EngineOutcome) -> None:
+        nonlocal latest
+        latest = outcome
+        kept.write(outcome.as_json())
+
     try:
-        for outcome in execute(request, Console(stderr=True)):
-            show_latest(outcome, console)
-            if json is not None:
-                json.write_text(json_format.dumps(outcome.as_json(), indent=2) + "\n")
-    finally:  # what was measured before an interrupt or an error stands
-        if outcome is not None:
-            show_method(outcome, console)
+        for outcome in execute(request, Console(stderr=True), keep):
+            shown = show_from(outcome, shown, console)
+    finally:
+        if latest is not None:
+            show_from(latest, shown, console, whole=False)
+            if latest.parts:
+                show_method(latest, console)
+            kept.write(latest.as_json(), last=True)

@@ -16,11 +16,13 @@ from typer.core import TyperGroup
 from lazyio.bench.command import bench
 from lazyio.bench_engine import bench_engine
 from lazyio.errors import LazyIOError, Unsupported
+from lazyio.interrupts import Terminated
 from lazyio.run import run
 from lazyio.version import __version__
 
 _FAILED = 2
-_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it, and typer
+# 128 and the number of the signal, SIGINT or SIGTERM, as shells have it, and typer.
+_INTERRUPTED, _TERMINATED = 130, 143
 
 
 class _Commands(TyperGroup):
@@ -31,6 +33,8 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # whoever read our output has seen enough; typer ends quietly
+        except Terminated:
+            raise typer.Exit(_TERMINATED) from None
         except (LazyIOError, OSError) as error:
             _say(f"error: {_text_of(error)}")
             raise typer.Exit(_FAILED) from None
@@ -47,18 +51,20 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; the entry point of the package."""
+    status = _INTERRUPTED
     try:
         _run()
     except SystemExit as end:
-        if end.code != _INTERRUPTED:
+        if end.code not in (_INTERRUPTED, _TERMINATED):
             raise
+        status = end.code
     except KeyboardInterrupt:
         pass
     else:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # impatience does not keep it from ending in order
-    _say("interrupted")
-    sys.exit(_INTERRUPTED)
+    _say("interrupted" if status == _INTERRUPTED else "terminated")
+    sys.exit(status)
 
 
 def _run() -> None:

@@ -8,8 +8,8 @@ in the same round, with the table in memory. That time is T*.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from lazyio.bench.turns import in_turn
 from lazyio.bench.watch import Watch
 from lazyio.bench.workload import Workload
 from lazyio.engine.bench.rig import PromptRun, Rig
+from lazyio.engine.bench.rounds import Rounds
 from lazyio.engine.bench.ways import RESIDENT, Way
 from lazyio.fetchers.base import Int64
 from lazyio.ple.cuts import makespan_s
@@ -36,7 +37,7 @@ class Timed:
     again: bool
     run: PromptRun
     limits: tuple[float, float] | None  # None where nothing was read from the device
-    floor_s: float = 0.0  # T*
+    floor_s: float = 0.0  # T*; 0 while nothing has been measured with the table in memory in the same round
 
     @property
     def steady(self) -> bool:
@@ -45,19 +46,36 @@ class Timed:
 
 
 @dataclass(slots=True)
-class PromptOutcome:
+class PromptOutcome(Rounds[Timed]):
     """All rounds of one prompt at one temperature."""
 
     tokens: int
     cuts: list[int]
     warm: bool
     reads: list[int]  # of each ubatch, at least
-    rounds: list[list[Timed]] = field(default_factory=list)
     repeats: int = 0
+
+    def add(self, run: Timed, turns: int) -> None:
+        """See `Rounds`. A round beside a device that was not the same before and after a run is dropped, unless that
+        has come about too often."""
+        self.unfinished = with_floors([*self.unfinished, run], self.reads)
+        if len(self.unfinished) < turns:
+            return
+        if all(timed.steady for timed in self.unfinished) or self.repeats >= _MOST_REPEATS:
+            self.rounds.append(self.unfinished)
+        else:
+            self.repeats += 1
+        self.unfinished = []
 
     def of(self, way: Way, *, again: bool = False) -> list[Timed]:
         """The runs of a way, one a round."""
-        return [timed for turns in self.rounds for timed in turns if timed.way == way and timed.again is again]
+        return [timed for timed in self.runs() if timed.way == way and timed.again is again]
+
+    def times_off(self, timed: Timed) -> list[float]:
+        """Its T over that of the first run with the table in memory in the same round; none where there is no such."""
+        turns = next(turns for turns in (*self.rounds, self.unfinished) if any(timed is run for run in turns))
+        resident = [run for run in turns if run.way.mode == RESIDENT and not run.again]
+        return [timed.run.wall_s / run.run.wall_s for run in resident]
 
 
 class PromptBench:
@@ -67,8 +85,16 @@ class PromptBench:
         self._rig, self._ways, self._rounds, self._seed = rig, ways, rounds, seed
         self._depth: int | None = None  # of the device's queue, once it is chosen
 
-    def measure(self, tokens: Sequence[int], cuts: list[int], *, warm: bool, watch: Watch) -> PromptOutcome:
-        """All rounds. Raises NotCold, RunsDifferError, and what tables raise."""
+    def measure(
+        self,
+        tokens: Sequence[int],
+        cuts: list[int],
+        *,
+        warm: bool,
+        watch: Watch,
+        keep: Callable[[PromptOutcome], None],
+    ) -> None:
+        """All rounds; `keep` has what there is after each run. Raises NotCold, RunsDifferError, what tables raise."""
         new = new_rows(self._rig.row_ids(np.asarray(tokens)), cuts)
         limit = self._limit(new, len(tokens))
         outcome = PromptOutcome(len(tokens), cuts, warm, limit.windows_of)
@@ -76,10 +102,11 @@ class PromptBench:
             self._set_depth(limit, watch)
         self._rig.prompt(self._ways[0], tokens, cuts, warm=warm)  # libraries choose and compile their kernels
         for number in range(self._rounds):
-            while not self._round(number, tokens, outcome, None if warm else limit, watch):
-                outcome.repeats += 1
+            while True:
+                self._round(number, tokens, outcome, None if warm else limit, watch, keep)
+                if len(outcome.rounds) > number:
+                    break
                 watch.note("the round is run again: the device was not the same before and after a run")
-        return outcome
 
     def _set_depth(self, limit: DeviceLimit, watch: Watch) -> None:
         if self._depth is None:
@@ -93,28 +120,36 @@ class PromptBench:
         return DeviceLimit(self._rig.spec, workload, block_bytes=0, reads=_LIMIT_READS, seed=self._seed, strict=False)
 
     def _round(
-        self, number: int, tokens: Sequence[int], outcome: PromptOutcome, limit: DeviceLimit | None, watch: Watch
-    ) -> bool:
-        """Run every way once; whether the round stands."""
-        turns = list[Timed]()
+        self,
+        number: int,
+        tokens: Sequence[int],
+        outcome: PromptOutcome,
+        limit: DeviceLimit | None,
+        watch: Watch,
+        keep: Callable[[PromptOutcome], None],
+    ) -> None:
+        """Run every way once. There is one round more then, unless it does not stand."""
+        turns = in_turn(self._ways, self._ways[0], number)
         before = None if limit is None else limit.run().rate
-        for way, again in in_turn(self._ways, self._ways[0], number):
+        for way, again in turns:
             watch.begin(f"{len(tokens):,} tokens, round {number + 1} of {self._rounds}: {way.label}")
             run = self._rig.prompt(way, tokens, outcome.cuts, warm=outcome.warm)
             after = None if limit is None else limit.run().rate
             limits = None if before is None or after is None else (before, after)
-            turns.append(Timed(way, again, run, limits))
             watch.note(f"{len(tokens):,} tokens, {way.label}: {1e3 * run.wall_s:,.0f} ms")
+            outcome.add(Timed(way, again, run, limits), len(turns))
+            keep(outcome)
             before = after
-        stands = all(timed.steady for timed in turns) or outcome.repeats >= _MOST_REPEATS
-        if stands:
-            outcome.rounds.append(with_floors(turns, outcome.reads))
-        return stands
 
 
 def with_floors(turns: list[Timed], reads: Sequence[int]) -> list[Timed]:
-    """The runs of a round with their T*: computing as long as it took with the table in memory in the same round."""
+    """The runs of a round with their T*: computing as long as it took with the table in memory in the same round.
+
+    They have none before the first of these.
+    """
     resident = [timed.run.computes_s for timed in turns if timed.way.mode == RESIDENT]
+    if not resident:
+        return turns
     computes = [statistics.fmean(each) for each in zip(*resident, strict=True)]
     return [Timed(timed.way, timed.again, timed.run, timed.limits, _floor_s(timed, reads, computes)) for timed in turns]
 

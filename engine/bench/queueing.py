@@ -6,15 +6,17 @@ these take. Their first rows are read meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lazyio import settings
 from lazyio.bench.turns import in_turn
 from lazyio.bench.watch import Watch
 from lazyio.engine.admission import Windows
 from lazyio.engine.bench.rig import Rig
+from lazyio.engine.bench.rounds import Rounds
 from lazyio.engine.bench.streams import Summed, requests_of, step
 from lazyio.engine.bench.ways import Way
 from lazyio.engine.planning import Limits
@@ -40,16 +42,26 @@ class QueueRun:
     backend: Backend
     logits: str  # a digest of the checksums of all logits
 
+    @property
+    def waited_ms(self) -> float:
+        """What one of the queued waited for rows, on average."""
+        return 1e3 * statistics.fmean(self.waited_s)
+
+    def __str__(self) -> str:
+        return (
+            f"first in the queue {self.queued_s[0]:,.3f} s, the queued waited {self.waited_ms:,.1f} ms each, "
+            f"{1e3 * max(self.waited_s):,.1f} ms at most, who had no queue {1e3 * self.first_waited_s:,.1f} ms"
+        )
+
 
 @dataclass(slots=True)
-class QueueOutcome:
+class QueueOutcome(Rounds[QueueRun]):
     """All rounds."""
 
     arms: list[tuple[int, Way]]
     context: int
     steps: int
     limits: Limits
-    rounds: list[list[QueueRun]] = field(default_factory=list)
 
     @property
     def tokens_each(self) -> int:
@@ -63,20 +75,31 @@ class QueueOutcome:
 
     def of(self, arm: tuple[int, Way], *, again: bool = False) -> list[QueueRun]:
         """The runs of an arm, one a round."""
-        return [run for turns in self.rounds for run in turns if (run.queued, run.way, run.again) == (*arm, again)]
+        return [run for run in self.runs() if (run.queued, run.way, run.again) == (*arm, again)]
 
 
-def measure_queue(rig: Rig, outcome: QueueOutcome, tokens: Sequence[int], rounds: int, watch: Watch) -> QueueOutcome:
-    """All rounds over parts of `tokens`, one for each request. Raises NotCold, RunsDifferError, what tables raise."""
+def measure_queue(
+    rig: Rig,
+    outcome: QueueOutcome,
+    tokens: Sequence[int],
+    rounds: int,
+    watch: Watch,
+    keep: Callable[[QueueOutcome], None],
+) -> None:
+    """All rounds over parts of `tokens`, one for each request; `keep` has what there is after each run.
+
+    Raises NotCold, RunsDifferError, what tables raise.
+    """
     _run(rig, outcome, outcome.arms[0], tokens, again=False)  # libraries choose and compile their kernels
     for number in range(rounds):
-        turns = list[QueueRun]()
-        for arm, again in in_turn(outcome.arms, outcome.arms[0], number):
-            watch.begin(f"{arm[0]} queued, {arm[1].mode}, round {number + 1} of {rounds}")
-            turns.append(_run(rig, outcome, arm, tokens, again=again))
-            watch.note(f"{arm[0]} queued, {arm[1].mode}: waited {1e3 * max(turns[-1].waited_s):.1f} ms at most")
-        outcome.rounds.append(turns)
-    return outcome
+        turns = in_turn(outcome.arms, outcome.arms[0], number)
+        for arm, again in turns:
+            label = f"{arm[0]} queued, {arm[1].label}"
+            watch.begin(f"{label}, round {number + 1} of {rounds}")
+            run = _run(rig, outcome, arm, tokens, again=again)
+            outcome.add(run, len(turns))
+            watch.note(f"{label}: {run}")
+            keep(outcome)
 
 
 def _run(rig: Rig, outcome: QueueOutcome, arm: tuple[int, Way], tokens: Sequence[int], *, again: bool) -> QueueRun:

@@ -20,8 +20,13 @@ from lazyio.engine.bench.streams import StreamsOutcome, StreamsRun
 from lazyio.engine.bench.ways import Way
 
 T = TypeVar("T")
+Part = PromptOutcome | StreamsOutcome | QueueOutcome | DecodeOutcome
 #: What a column shows of the runs of an arm, by its name.
 Columns = dict[str, Callable[[list[T]], str]]
+_STOPPED = (
+    "Stopped before the end: rounds is how often each was measured; T* and ratios are of runs in the same round, as "
+    "far as it got."
+)
 
 
 @dataclass(slots=True)
@@ -30,15 +35,34 @@ class EngineOutcome:
 
     subject: str  # the model, its table, the device
     ways: list[Way]
-    prompts: list[PromptOutcome]
-    decode: DecodeOutcome | None = None
-    streams: StreamsOutcome | None = None
-    queue: QueueOutcome | None = None
+    parts: list[Part]  # each has a run at least
+    complete: bool = False  # whether that is all that was asked for
+
+    @property
+    def prompts(self) -> list[PromptOutcome]:
+        """The parts that are prompts."""
+        return [part for part in self.parts if isinstance(part, PromptOutcome)]
+
+    @property
+    def decode(self) -> DecodeOutcome | None:
+        """The steps of one sequence."""
+        return next((part for part in self.parts if isinstance(part, DecodeOutcome)), None)
+
+    @property
+    def streams(self) -> StreamsOutcome | None:
+        """The steps of several at once."""
+        return next((part for part in self.parts if isinstance(part, StreamsOutcome)), None)
+
+    @property
+    def queue(self) -> QueueOutcome | None:
+        """The requests that waited for a lane."""
+        return next((part for part in self.parts if isinstance(part, QueueOutcome)), None)
 
     def as_json(self) -> dict[str, Any]:
         """The form that is written to a file."""
         return {
             "subject": self.subject,
+            "complete": self.complete,
             "prompts": [asdict(outcome) for outcome in self.prompts],
             "decode": None if self.decode is None else asdict(self.decode) | {"raw_p50_us": self.decode.raw_p50_us},
             "streams": None if self.streams is None else asdict(self.streams),
@@ -46,16 +70,19 @@ class EngineOutcome:
         }
 
 
-def show_latest(outcome: EngineOutcome, console: Console) -> None:
-    """Print what was measured last."""
-    if outcome.queue is not None:
-        console.print(_queue_table(outcome.queue))
-    elif outcome.streams is not None:
-        console.print(_streams_table(outcome.streams))
-    elif outcome.decode is not None:
-        console.print(_decode_table(outcome.decode))
-    else:
-        console.print(_prompt_table(outcome.prompts[-1], outcome.ways))
+def show_from(outcome: EngineOutcome, first: int, console: Console, *, whole: bool = True) -> int:
+    """Print the parts from a number on, which are not `whole` if measuring was stopped; how many parts there are."""
+    for part in outcome.parts[first:]:
+        if isinstance(part, QueueOutcome):
+            table = _queue_table(part, whole)
+        elif isinstance(part, StreamsOutcome):
+            table = _streams_table(part, whole)
+        elif isinstance(part, DecodeOutcome):
+            table = _decode_table(part, whole)
+        else:
+            table = _prompt_table(part, outcome.ways, whole)
+        console.print(table)
+    return len(outcome.parts)
 
 
 def show_method(outcome: EngineOutcome, console: Console) -> None:
@@ -64,26 +91,25 @@ def show_method(outcome: EngineOutcome, console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _prompt_table(outcome: PromptOutcome, ways: Sequence[Way]) -> Table:
+def _prompt_table(outcome: PromptOutcome, ways: Sequence[Way], whole: bool) -> Table:
     heat = "warm" if outcome.warm else "cold"
     cuts = f"{len(outcome.cuts)} ubatches of at most {max(outcome.cuts):,}" if len(outcome.cuts) > 1 else "one ubatch"
     table = _table(f"prompt of {outcome.tokens:,} tokens, {heat}, {cuts}: median [lowest, highest]", "mode +lookahead")
     columns: Columns[Timed] = {
         "T, ms": lambda runs: _spread([1e3 * timed.run.wall_s for timed in runs]),
-        "T*, ms": lambda runs: _middle([1e3 * timed.floor_s for timed in runs]),
-        "T / T*": lambda runs: _spread([timed.run.wall_s / timed.floor_s for timed in runs]),
-        "times off": lambda runs: _spread(_over(runs, resident)),
+        "T*, ms": lambda runs: _middle([1e3 * timed.floor_s for timed in runs if timed.floor_s]),
+        "T / T*": lambda runs: _spread([timed.run.wall_s / timed.floor_s for timed in runs if timed.floor_s]),
+        "times off": lambda runs: _spread([times for timed in runs for times in outcome.times_off(timed)]),
         "waited,\nms": lambda runs: _middle([1e3 * sum(timed.run.waits_s) for timed in runs]),
         "tokens/s": lambda runs: _middle([outcome.tokens / timed.run.wall_s for timed in runs]),
         "reads": lambda runs: _middle([timed.run.stats.reads for timed in runs]),
         "faults": lambda runs: _middle([timed.run.counters.major_faults for timed in runs]),
     }
-    resident = outcome.of(ways[0])
-    turns = _turns(ways)
-    return _filled(table, columns, [(_label(way.label, again), outcome.of(way, again=again)) for way, again in turns])
+    rows = [(_label(way.label, again), outcome.of(way, again=again)) for way, again in _turns(ways)]
+    return _filled(table, columns, rows, whole)
 
 
-def _decode_table(outcome: DecodeOutcome) -> Table:
+def _decode_table(outcome: DecodeOutcome, whole: bool) -> Table:
     steps = f"{outcome.steps:,} steps after {outcome.context:,} tokens"
     table = _table(f"decode, {steps}, cold, no row cache: median [lowest, highest]", "mode")
     columns: Columns[Steps] = {
@@ -93,11 +119,11 @@ def _decode_table(outcome: DecodeOutcome) -> Table:
         "to the table\np50, us": lambda runs: _middle([1e6 * statistics.median(s.run.to_table_s) for s in runs]),
         "step\np50, us": lambda runs: _middle([1e6 * statistics.median(steps.run.steps_s) for steps in runs]),
     }
-    turns = _turns(outcome.ways)
-    return _filled(table, columns, [(_label(way.mode, again), outcome.of(way, again=again)) for way, again in turns])
+    rows = [(_label(way.mode, again), outcome.of(way, again=again)) for way, again in _turns(outcome.ways)]
+    return _filled(table, columns, rows, whole)
 
 
-def _streams_table(outcome: StreamsOutcome) -> Table:
+def _streams_table(outcome: StreamsOutcome, whole: bool) -> Table:
     steps = f"{outcome.steps:,} steps after {outcome.context:,} tokens"
     table = _table(f"decode of several streams, {steps}, cold, no row cache: median [lowest, highest]", "streams, mode")
     columns: Columns[StreamsRun] = {
@@ -109,26 +135,24 @@ def _streams_table(outcome: StreamsOutcome) -> Table:
         "scheduler,\n% of a step": lambda runs: _middle([100 * run.host_share for run in runs]),
         "peak\npages": lambda runs: _middle([n for run in runs if (n := run.peak_pages) is not None]),
     }
-    turns = _turns(outcome.arms)
-    return _filled(table, columns, [(_label(arm.label, again), outcome.of(arm, again=again)) for arm, again in turns])
+    rows = [(_label(arm.label, again), outcome.of(arm, again=again)) for arm, again in _turns(outcome.arms)]
+    return _filled(table, columns, rows, whole)
 
 
-def _queue_table(outcome: QueueOutcome) -> Table:
+def _queue_table(outcome: QueueOutcome, whole: bool) -> Table:
     each = f"prompts of {outcome.context:,} tokens, replies of {outcome.steps + 1:,}"
     table = _table(f"one lane, {each}, cold, no row cache: median [lowest, highest]", "queued, mode +lookahead")
     columns: Columns[QueueRun] = {
         "first in the\nqueue, s": lambda runs: _middle([run.queued_s[0] for run in runs]),
-        "the queued waited\nfor rows, ms each": lambda runs: _middle(_milliseconds(runs)),
+        "the queued waited\nfor rows, ms each": lambda runs: _middle([run.waited_ms for run in runs]),
         "at most,\nms": lambda runs: _middle([1e3 * max(run.waited_s) for run in runs]),
         "who had no queue\nwaited, ms": lambda runs: _middle([1e3 * run.first_waited_s for run in runs]),
     }
-    turns = _turns(outcome.arms)
-    labels = [_label(f"{queued}, {way.label}", again) for (queued, way), again in turns]
-    return _filled(table, columns, zip(labels, [outcome.of(arm, again=again) for arm, again in turns], strict=True))
-
-
-def _milliseconds(runs: Sequence[QueueRun]) -> list[float]:
-    return [1e3 * statistics.fmean(run.waited_s) for run in runs]
+    rows = [
+        (_label(f"{arm[0]}, {arm[1].label}", again), outcome.of(arm, again=again))
+        for arm, again in _turns(outcome.arms)
+    ]
+    return _filled(table, columns, rows, whole)
 
 
 def _turns(arms: Sequence[T]) -> list[tuple[T, bool]]:
@@ -140,17 +164,17 @@ def _label(arm: str, again: bool) -> str:
     return f"{arm} (again)" if again else arm
 
 
-def _filled(table: Table, columns: Columns[T], rows: Iterable[tuple[str, list[T]]]) -> Table:
-    """A row for each label, with a cell of its runs in each column."""
+def _filled(table: Table, columns: Columns[T], rows: Iterable[tuple[str, list[T]]], whole: bool) -> Table:
+    """A row for each label that has runs, with a cell of them in each column; and how many, unless all are there."""
+    if not whole:
+        columns = {"rounds": lambda runs: str(len(runs)), **columns}
     for name in columns:
         table.add_column(name, justify="right")
     for label, runs in rows:
+        if not runs:
+            continue
         table.add_row(label, *(Text(cell(runs)) for cell in columns.values()))
     return table
-
-
-def _over(runs: Sequence[Timed], others: Sequence[Timed]) -> list[float]:
-    return [timed.run.wall_s / other.run.wall_s for timed, other in zip(runs, others, strict=True)]
 
 
 def _table(title: str, first: str) -> Table:
@@ -175,7 +199,8 @@ def _figure(value: float) -> str:
 
 
 def _method(outcome: EngineOutcome) -> list[str]:
-    lines = ["waited: what the device that computes stood still for rows, until they were there and expanded."]
+    lines = [] if outcome.complete else [_STOPPED]
+    lines.append("waited: what the device that computes stood still for rows, until they were there and expanded.")
     if outcome.prompts:
         lines.append(
             "T is the time from the first request for rows to the logits of the last token. T* is the least that reads "
@@ -183,9 +208,9 @@ def _method(outcome: EngineOutcome) -> list[str]:
             "table in memory in the same round, allow for these cuts."
         )
     for prompt in outcome.prompts:
-        limits = [rate for turns in prompt.rounds for timed in turns for rate in timed.limits or ()]
+        limits = [rate for timed in prompt.runs() for rate in timed.limits or ()]
         if limits:
-            unsteady = sum(not timed.steady for turns in prompt.rounds for timed in turns)
+            unsteady = sum(not timed.steady for timed in prompt.runs())
             beside = f"; runs beside an unsteady device: {unsteady}" if unsteady else ""
             again = f"; rounds that were run again: {prompt.repeats}" if prompt.repeats else ""
             lines.append(
@@ -211,14 +236,13 @@ def _method(outcome: EngineOutcome) -> list[str]:
 
 
 def _fallbacks(outcome: EngineOutcome) -> list[str]:
-    rounds = [turns for prompt in outcome.prompts for turns in prompt.rounds]
-    backends = {(timed.way.mode, timed.run.backend) for turns in rounds for timed in turns}
+    backends = {(timed.way.mode, timed.run.backend) for prompt in outcome.prompts for timed in prompt.runs()}
     if outcome.queue is not None:
-        backends |= {(run.way.mode, run.backend) for turns in outcome.queue.rounds for run in turns}
+        backends |= {(run.way.mode, run.backend) for run in outcome.queue.runs()}
     if outcome.streams is not None:
-        backends |= {(run.arm.way.mode, run.backend) for turns in outcome.streams.rounds for run in turns}
+        backends |= {(run.arm.way.mode, run.backend) for run in outcome.streams.runs()}
     if outcome.decode is not None:
-        backends |= {(steps.way.mode, steps.run.backend) for turns in outcome.decode.rounds for steps in turns}
+        backends |= {(steps.way.mode, steps.run.backend) for steps in outcome.decode.runs()}
     return sorted(
         f"{mode} fell back: {backend.fallback_reason}." for mode, backend in backends if backend.fallback_reason
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from lazyio.bench.workload import load_ids
 from lazyio.engine.bench.decoding import measure_decode
 from lazyio.engine.bench.prompts import PromptBench
 from lazyio.engine.bench.queueing import QueueOutcome, measure_queue
-from lazyio.engine.bench.report import EngineOutcome
+from lazyio.engine.bench.report import EngineOutcome, Part
 from lazyio.engine.bench.rig import Rig
 from lazyio.engine.bench.streams import StreamsOutcome, arms_of, check_arms, counts_of, measure_streams
 from lazyio.engine.bench.ways import Way, ways_of
@@ -29,8 +30,11 @@ from lazyio.engine.llm import LLM
 from lazyio.engine.place import check_state
 from lazyio.engine.planning import Limits
 from lazyio.engine.weights.load import open_source, outline
-from lazyio.errors import ModelError, SettingError
+from lazyio.errors import ModelError, RunsDifferError, SettingError
 from lazyio.units import format_bytes
+
+#: Is called with what there is after each run.
+Keep = Callable[[Part], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +80,8 @@ class EngineRequest:
         return [warm for warm, asked in ((False, self.cold or not self.warm), (True, self.warm)) if asked]
 
 
-def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]:
-    """Measure what is asked for; the outcome so far, whenever a prompt or the decode steps are done.
+def execute(request: EngineRequest, console: Console, keep: Callable[[EngineOutcome], None]) -> Iterator[EngineOutcome]:
+    """Measure what is asked for; the outcome so far, whenever a part is done. `keep` has it after each run.
 
     Raises SettingError or NeverFits for a request that can't be, NotCold, RunsDifferError, and what models and tables
     raise.
@@ -108,21 +112,42 @@ def execute(request: EngineRequest, console: Console) -> Iterator[EngineOutcome]
             make_cold(rig.spec)  # what can't be is said at once
         bench = PromptBench(rig, ways, request.rounds, request.seed)
         with Watch(console, request.rounds * (len(ways) + 1)) as watch:
-            outcome = EngineOutcome(_subject(llm, source), ways, [])
-            for length, warm in product(lengths, request.heats()):
-                measured = bench.measure(tokens[:length], cuts[length], warm=warm, watch=watch)
-                outcome.prompts.append(measured)
-                yield outcome
+            parts: list[Callable[[Keep], None]] = [
+                partial(_prompt, bench, tokens[:length], cuts[length], warm, watch)
+                for length, warm in product(lengths, request.heats())
+            ]
             if together.arms:
-                outcome.streams = measure_streams(rig, together, tokens, request.rounds, watch)
-                yield outcome
+                parts.append(partial(measure_streams, rig, together, tokens, request.rounds, watch))
             if queue.arms:
-                outcome.queue = measure_queue(rig, queue, tokens, request.rounds, watch)
-                yield outcome
+                parts.append(partial(measure_queue, rig, queue, tokens, request.rounds, watch))
             if request.decode and not (together.arms or queue.arms):
-                taken = tokens[: request.context + request.decode]
-                outcome.decode = measure_decode(rig, modes, taken, request.context, request.rounds, request.seed, watch)
+                taken, rounds, seed = tokens[: request.context + request.decode], request.rounds, request.seed
+                parts.append(partial(measure_decode, rig, modes, taken, request.context, rounds, seed, watch))
+            outcome = EngineOutcome(_subject(llm, source), ways, [])
+            for measure in parts:
+                _measure(outcome, measure, keep)
+                outcome.complete = len(outcome.parts) == len(parts)
                 yield outcome
+
+
+def _prompt(bench: PromptBench, tokens: list[int], cuts: list[int], warm: bool, watch: Watch, keep: Keep) -> None:
+    bench.measure(tokens, cuts, warm=warm, watch=watch, keep=keep)
+
+
+def _measure(outcome: EngineOutcome, measure: Callable[[Keep], None], keep: Callable[[EngineOutcome], None]) -> None:
+    """Measure one part more, which is in the outcome from its first run on. If its runs differ, it is void."""
+    done = len(outcome.parts)
+
+    def has_run(part: Part) -> None:
+        outcome.parts[done:] = [part]
+        keep(outcome)
+
+    try:
+        measure(has_run)
+    except RunsDifferError:
+        del outcome.parts[done:]
+        keep(outcome)
+        raise
 
 
 def _streams(request: EngineRequest, modes: list[Way]) -> StreamsOutcome:

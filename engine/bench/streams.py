@@ -7,9 +7,9 @@ moment when all of them reply.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,7 @@ from lazyio.bench.turns import in_turn
 from lazyio.bench.watch import Watch
 from lazyio.engine.account import Meter, percentile
 from lazyio.engine.bench.rig import Rig
+from lazyio.engine.bench.rounds import Rounds
 from lazyio.engine.bench.ways import Way
 from lazyio.engine.feed import Feed
 from lazyio.engine.forward import Chunk, Forward
@@ -82,6 +83,11 @@ class StreamsRun:
         return self.host_s / sum(self.steps_s)
 
     @property
+    def host_us(self) -> float:
+        """What the scheduler took of a step, on average."""
+        return 1e6 * self.host_s / len(self.steps_s)
+
+    @property
     def waits_us(self) -> tuple[float, float]:
         """How long a step waited for its rows, p50 and p99."""
         half, most = (1e6 * percentile(self.waits_s, share) for share in (0.5, 0.99))
@@ -92,16 +98,21 @@ class StreamsRun:
         """A step, p50."""
         return 1e6 * statistics.median(self.steps_s)
 
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_s:,.1f} tokens/s, step {self.step_us:,.0f} us, waited {self.waits_us[0]:,.0f} us, "
+            f"scheduler {self.host_us:,.0f} us, {100 * self.host_share:.1f} % of a step"
+        )
+
 
 @dataclass(slots=True)
-class StreamsOutcome:
+class StreamsOutcome(Rounds[StreamsRun]):
     """All rounds."""
 
     arms: list[Arm]
     context: int
     steps: int
     limits: Limits
-    rounds: list[list[StreamsRun]] = field(default_factory=list)
 
     def tokens_each(self, streams: int) -> int:
         """Of the text that a stream follows: steps go on until the last one's prompt is done, and then are measured."""
@@ -115,7 +126,7 @@ class StreamsOutcome:
 
     def of(self, arm: Arm, *, again: bool = False) -> list[StreamsRun]:
         """The runs of an arm, one a round."""
-        return [run for turns in self.rounds for run in turns if (run.arm, run.again) == (arm, again)]
+        return [run for run in self.runs() if (run.arm, run.again) == (arm, again)]
 
 
 class Summed(Forward):
@@ -164,21 +175,29 @@ def _words(name: str, text: str, setting: str) -> list[str]:
 
 
 def measure_streams(
-    rig: Rig, outcome: StreamsOutcome, tokens: Sequence[int], rounds: int, watch: Watch
-) -> StreamsOutcome:
-    """All rounds over parts of `tokens`, one for each stream. Raises NotCold, RunsDifferError, what tables raise."""
+    rig: Rig,
+    outcome: StreamsOutcome,
+    tokens: Sequence[int],
+    rounds: int,
+    watch: Watch,
+    keep: Callable[[StreamsOutcome], None],
+) -> None:
+    """All rounds over parts of `tokens`, one for each stream; `keep` has what there is after each run.
+
+    Raises NotCold, RunsDifferError, what tables raise.
+    """
     arms = outcome.arms
     for arm in {(arm.streams, arm.kv_pages): arm for arm in arms}.values():
         _run(rig, outcome, arm, tokens, again=False)  # libraries choose and compile their kernels
     for number in range(rounds):
-        turns = list[StreamsRun]()
-        for arm, again in in_turn(arms, arms[0], number):
+        turns = in_turn(arms, arms[0], number)
+        for arm, again in turns:
             label = f"streams: {arm.label}"
             watch.begin(f"{label}, round {number + 1} of {rounds}")
-            turns.append(_run(rig, outcome, arm, tokens, again=again))
-            watch.note(f"{label}: {turns[-1].tokens_per_s:,.1f} tokens/s")
-        outcome.rounds.append(turns)
-    return outcome
+            run = _run(rig, outcome, arm, tokens, again=again)
+            outcome.add(run, len(turns))
+            watch.note(f"{label}: {run}")
+            keep(outcome)
 
 
 def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, again: bool) -> StreamsRun:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from lazyio.bench.kept import KeptJson
 from lazyio.bench.options import (
     DEFAULT_LIMIT_READS,
     DEFAULT_MODES,
@@ -16,6 +16,7 @@ from lazyio.bench.options import (
     DEFAULT_UBATCH,
     Request,
 )
+from lazyio.bench.outcome import Outcome
 from lazyio.bench.pipeline import PipelineOutcome, execute_pipeline
 from lazyio.bench.pipeline_view import draw_pipeline, show_pipeline
 from lazyio.bench.plot import draw, require_matplotlib
@@ -23,6 +24,7 @@ from lazyio.bench.report import WIDTH, show
 from lazyio.bench.rounds import Rules
 from lazyio.bench.session import execute
 from lazyio.bench.workload import DEFAULT_TOKENS
+from lazyio.interrupts import terminable
 
 _TEMPERATURE, _ROWS, _READING, _ROUNDS = "Temperature", "Rows asked for", "Reading", "Rounds"
 _PIPELINE = "Reading ahead"
@@ -152,17 +154,45 @@ def bench(
     console = Console()
     if not console.is_terminal:
         console.width = max(WIDTH, console.width)
-    outcome = execute_pipeline(request, console) if pipeline else execute(request, console)
-    if isinstance(outcome, PipelineOutcome):
-        show_pipeline(outcome, console)
-    else:
-        show(outcome, console)
-    if json is not None:
-        json.write_text(json_format.dumps(outcome.as_json(), indent=1) + "\n")
-        console.print(f"Results: {json}", highlight=False, markup=False, soft_wrap=True)
+    with terminable():
+        outcome = _measure(request, pipeline, json, console)
     if plot is not None:
         if isinstance(outcome, PipelineOutcome):
             draw_pipeline(outcome, plot)
         else:
             draw(outcome, plot)
         console.print(f"Picture: {plot}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _measure(request: Request, pipeline: bool, json: Path | None, console: Console) -> Outcome | PipelineOutcome:
+    """Measure, print and keep. What was measured before an interrupt stands; what goes wrong leaves no figure."""
+    kept = KeptJson(json)
+    latest: Outcome | PipelineOutcome | None = None
+
+    def keep(outcome: Outcome | PipelineOutcome) -> None:
+        nonlocal latest
+        latest = outcome
+        kept.write(outcome.as_json())
+
+    try:
+        latest = execute_pipeline(request, console, keep) if pipeline else execute(request, console, keep)
+    except KeyboardInterrupt:
+        _show(latest, kept, json, console)
+        raise
+    except BaseException:
+        kept.void()
+        raise
+    _show(latest, kept, json, console)
+    return latest
+
+
+def _show(outcome: Outcome | PipelineOutcome | None, kept: KeptJson, json: Path | None, console: Console) -> None:
+    if isinstance(outcome, PipelineOutcome):
+        show_pipeline(outcome, console)
+    elif outcome is not None:
+        show(outcome, console)
+    if outcome is None:
+        return
+    kept.write(outcome.as_json(), last=True)
+    if json is not None:
+        console.print(f"Results: {json}", highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A finished comparison, and its JSON form."""
+"""A comparison, and its JSON form."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from lazyio.ple.spec import TableSpec
 from lazyio.version import __version__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
-    """What was measured on one table. `proved_pages` is the number of OS pages shown absent before each cold arm."""
+    """What was measured on one table so far; `complete` if that is all.
+
+    `proved_pages` is the number of OS pages shown absent before each cold arm.
+    """
 
     spec: TableSpec
     workload: Workload
@@ -29,16 +32,19 @@ class Outcome:
     take: TakeBaseline
     sections: Sequence[Section]
     proved_pages: int
+    complete: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The form that docs/bench.md describes."""
         return {
             "lazyio_version": __version__,
+            "complete": self.complete,
             "table": self._table(),
             "workload": {**self.workload.as_json(), "windows": self.limit.windows},
             "device_limit": self.limit.as_json(),
             "take_limit": self.take.as_json(),
             "runs": [run.as_json() for section in self.sections for run in section.runs],
+            "unfinished": [run.as_json() for section in self.sections for run in section.unfinished],
             "summary": {section.temperature: asdict(section.summary()) for section in self.sections},
             "method": self._method(),
         }

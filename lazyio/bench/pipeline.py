@@ -113,7 +113,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class PipelineOutcome:
-    """Everything that was measured."""
+    """Everything that was measured so far; `complete` if that is all."""
 
     spec: TableSpec
     workload: Workload
@@ -124,6 +124,12 @@ class PipelineOutcome:
     limit: DeviceLimit
     cuts: dict[str, list[int]]  # by way
     runs: list[PipelineRun]
+    complete: bool = False
+
+    @property
+    def ways(self) -> list[str]:
+        """Those that were measured, in the order of WAYS."""
+        return [way for way in WAYS if any(run.way == way for run in self.runs)]
 
     def counted(self, way: str) -> list[PipelineRun]:
         """The runs of a way beside a steady device, or all of them where it never was."""
@@ -144,6 +150,7 @@ class PipelineOutcome:
         """The form that is written to a file."""
         return {
             "table": self.spec.path,
+            "complete": self.complete,
             "workload": self.workload.as_json(),
             "mode": self.arm.mode,
             "backend_used": self.backend,
@@ -173,9 +180,13 @@ def spin(seconds: float) -> None:
         pass
 
 
-def execute_pipeline(request: Request, console: Console) -> PipelineOutcome:
-    """Measure what is asked for. Raises SettingError for a request that can't be, NotCold, RunsDifferError, and what
-    tables raise."""
+def execute_pipeline(
+    request: Request, console: Console, keep: Callable[[PipelineOutcome], None] = lambda _: None
+) -> PipelineOutcome:
+    """Measure what is asked for; `keep` has what there is after each run.
+
+    Raises SettingError for a request that can't be, NotCold, RunsDifferError, and what tables raise.
+    """
     request.check()
     if "," in request.modes and request.modes != DEFAULT_MODES:
         raise SettingError(f"--pipeline orders the reads of one mode: --modes is {request.modes!r}, name one")
@@ -195,7 +206,7 @@ def execute_pipeline(request: Request, console: Console) -> PipelineOutcome:
         watch.begin(f"device limit: the best queue depth of {DEPTHS[0]} to {DEPTHS[-1]}")
         limit.choose_depth()
         pipeline = Pipeline(spec, workload, arm, limit, request)
-        return pipeline.measure(request.rounds, compute_token_s, request.spin, watch)
+        return pipeline.measure(request.rounds, compute_token_s, request.spin, watch, keep)
 
 
 class Pipeline:
@@ -212,7 +223,9 @@ class Pipeline:
         self._windows_a_row = limit.windows / workload.unique_rows
         self._verifier = Verifier(spec, whole, request.seed)
 
-    def measure(self, rounds: int, compute_token_s: float, spins: bool, watch: Watch) -> PipelineOutcome:
+    def measure(
+        self, rounds: int, compute_token_s: float, spins: bool, watch: Watch, keep: Callable[[PipelineOutcome], None]
+    ) -> PipelineOutcome:
         """Run every way once a round, in reversed order every other round."""
         compute = spin if spins else time.sleep
         prompt = Prompt(self._rows, self._limit.windows / len(self._rows), compute_token_s, compute)
@@ -230,8 +243,10 @@ class Pipeline:
                 after = self._mark(watch)
                 run = self._judge(way, number, prompt, cuts[PLANNED], measured, (before, after))
                 outcome.runs.append(run)
+                keep(outcome)
                 watch.done(f"round {number + 1} of {rounds}: {way} {1e3 * run.wall_s:,.0f} ms")
                 before = after
+        outcome.complete = True
         return outcome
 
     def _open(self) -> LazyTable:

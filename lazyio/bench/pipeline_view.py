@@ -23,7 +23,7 @@ def show_pipeline(outcome: PipelineOutcome, console: Console) -> None:
     table.add_column("way", no_wrap=True)
     for name in ("ubatches", "T, ms", "T / T*", "T / max(reads,\ncomputes)", "times the\nfirst"):
         table.add_column(name, justify="right")
-    for way in WAYS:
+    for way in outcome.ways:
         walls = [1e3 * run.wall_s for run in outcome.counted(way)]
         spread = f"{short(1e3 * outcome.median(way, 'wall_s'))} [{short(min(walls))}, {short(max(walls))}]"
         times = outcome.median(GATHER, "wall_s") / outcome.median(way, "wall_s")
@@ -37,7 +37,8 @@ def show_pipeline(outcome: PipelineOutcome, console: Console) -> None:
 
 def _title(outcome: PipelineOutcome) -> str:
     counted = sum(run.steady for run in outcome.runs)
-    return f"cold: median [lowest, highest], {counted} of {len(outcome.runs)} runs beside a steady device"
+    stopped = "" if outcome.complete else ", stopped before the end"
+    return f"cold: median [lowest, highest], {counted} of {len(outcome.runs)} runs beside a steady device{stopped}"
 
 
 def _method(outcome: PipelineOutcome) -> list[str]:
@@ -62,7 +63,7 @@ def _method(outcome: PipelineOutcome) -> list[str]:
 
 def _middles(outcome: PipelineOutcome) -> dict[str, PipelineRun]:
     """Of each way the run that took the middle time."""
-    ordered = {way: sorted(outcome.counted(way), key=lambda run: run.wall_s) for way in WAYS}
+    ordered = {way: sorted(outcome.counted(way), key=lambda run: run.wall_s) for way in outcome.ways}
     return {way: runs[len(runs) // 2] for way, runs in ordered.items()}
 
 

@@ -22,10 +22,14 @@ WIDTH = 120
 
 def show(outcome: Outcome, console: Console) -> None:
     """Print everything."""
-    for section in outcome.sections:
+    for section in _measured(outcome):
         console.print(_table(outcome, section.summary()))
     for line in (*_method(outcome), *_fallbacks(outcome)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _measured(outcome: Outcome) -> list[Section]:
+    return [section for section in outcome.sections if section.summary().arms]
 
 
 def _table(outcome: Outcome, summary: SectionSummary) -> Table:
@@ -87,6 +91,8 @@ def _slower(paired: Paired | None) -> str:
 
 
 def _rounds(summary: SectionSummary) -> str:
+    if not summary.rounds:
+        return "the one round, which was broken off"
     if not summary.counted_rounds:
         return f"{summary.rounds} rounds, NONE of which was steady enough to count"
     return f"{summary.counted_rounds} of {summary.rounds} rounds"
@@ -99,17 +105,25 @@ def _method(outcome: Outcome) -> Iterator[str]:
         f"{format_bytes(spec.table_bytes)}."
     )
     cut = f"{len(workload.ubatches):,} {'steps' if workload.decode else 'ubatches'}"
+    if not outcome.complete:
+        yield from _stopped(outcome.sections[-1])
     yield f"Rows: {workload.rows:,} in {cut}, {workload.unique_rows:,} after dedup; {workload.source}."
     if proof := outcome.cold_proof():
         yield f"Cold: {proof}."
     yield from _limit(outcome)
     yield from _take(outcome)
-    for section in outcome.sections:
+    for section in _measured(outcome):
         yield from _bounds(section.summary())
         yield from _noise(section)
     if count := outcome.verify:
         yield f"Verified: {count} rows of every gather were read once more and compared, while the clock ran."
     yield "Bytes: equal in all runs, and a sample of rows equal to plain reads of the file."
+
+
+def _stopped(section: Section) -> Iterator[str]:
+    done = section.summary().rounds
+    beside = " The figures are of those, and one that was broken off is in the JSON alone." if done else ""
+    yield f"Stopped before the end: {section.temperature}, {done} of {section.rules.rounds} rounds complete.{beside}"
 
 
 def _limit(outcome: Outcome) -> Iterator[str]:
@@ -155,7 +169,7 @@ def _noise(section: Section) -> Iterator[str]:
 def _fallbacks(outcome: Outcome) -> Iterator[str]:
     seen = {
         f"* {arm.arm} fell back: {arm.fallback_reason}."
-        for section in outcome.sections
+        for section in _measured(outcome)
         for arm in section.summary().arms
         if arm.fallback_reason
     }

@@ -68,15 +68,16 @@ class Section:
     ) -> None:
         self.temperature, self.arms, self.twice, self.rules = temperature, arms, twice, rules
         self.runs: list[Run] = []
+        self.unfinished: list[Run] = []  # of the round that is under way, or was broken off by an interrupt or an error
         self.repeats: list[Repeat] = []
         self._measure, self._yardstick = measure, yardstick
         self._cpus = len(os.sched_getaffinity(0))
         self._slow = False  # whether the yardstick last showed less than was asked for
 
-    def execute(self, watch: Watch) -> None:
-        """Run all rounds, repeating those that do not count while repeats are left."""
+    def execute(self, watch: Watch, keep: Callable[[], None] = lambda: None) -> None:
+        """Run all rounds, repeating those that do not count while repeats are left; `keep` is called after each run."""
         for number in range(self.rules.rounds):
-            while (reason := self._attempt(number, watch)) is not None:
+            while (reason := self._attempt(number, watch, keep)) is not None:
                 self.repeats.append(Repeat(number, reason))
                 watch.step_back(f"round {number + 1} is run again: {reason}")
                 if self._slow:
@@ -84,16 +85,17 @@ class Section:
 
     def summary(self) -> SectionSummary:
         """Sum up what was run."""
-        return summarise(self.temperature, self.runs, [arm.label for arm in self.arms], self.twice.label)
+        labels = [arm.label for arm in self.arms]
+        return summarise(self.temperature, self.runs, labels, self.twice.label, self.unfinished)
 
-    def _attempt(self, number: int, watch: Watch) -> str | None:
+    def _attempt(self, number: int, watch: Watch, keep: Callable[[], None]) -> str | None:
         """Run one round; the reason why it must be run again, or None when it stands.
 
         A round that will be run again is broken off at once: what it would still read is taken from the next one.
         """
         where = f"{self.temperature}, round {number + 1} of {self.rules.rounds}"
         may_repeat = len(self.repeats) < self.rules.max_repeats
-        runs: list[Run] = []
+        self.unfinished = runs = list[Run]()
         fault: str | None = None
         watch.mark()
         before = self._mark(where, watch)
@@ -101,13 +103,14 @@ class Section:
             watch.begin(f"{where}: {turn.arm.label}")
             run = self._measure(turn.arm)
             run.round, run.again = number, turn.again
-            runs.append(run)
             after = self._mark(where, watch)
             if self._yardstick is not None and before is not None and after is not None:
                 self._yardstick.compare(run, before, after)
                 fault = fault or self._fault(self._yardstick, before, after)
             bound = bound_of_run(run, self._cpus)
             run.bound_by, run.bound_reason = bound.by, bound.reason
+            runs.append(run)
+            keep()
             watch.done(f"{where}: {_said(run)}")
             before = after
             if fault and may_repeat:
@@ -115,6 +118,7 @@ class Section:
         for run in runs:
             run.counted = fault is None
         self.runs += runs
+        self.unfinished = []
         return fault if may_repeat else None
 
     def _mark(self, where: str, watch: Watch) -> Mark | None:

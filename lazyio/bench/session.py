@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 from rich.console import Console
@@ -23,9 +24,11 @@ from lazyio.ple.spec import TableSpec
 from lazyio.ple.tables import find_table
 
 
-def execute(request: Request, console: Console) -> Outcome:
-    """Measure what is asked for. Raises SettingError for a request that can't be, NotCold, RunsDifferError, and what
-    tables raise."""
+def execute(request: Request, console: Console, keep: Callable[[Outcome], None] = lambda _: None) -> Outcome:
+    """Measure what is asked for; `keep` has what there is after each run.
+
+    Raises SettingError for a request that can't be, NotCold, RunsDifferError, and what tables raise.
+    """
     request.check()
     arms, twice = request.arms()
     spec = table_of(request, console)
@@ -43,6 +46,7 @@ def execute(request: Request, console: Console) -> Outcome:
     )
     course = Course(spec, workload, limit.windows, Verifier(spec, workload, request.seed), request.strict)
     take, done = TakeBaseline(course), list[Section]()
+    outcome = Outcome(spec, workload, limit, take, done, proved_pages)
     yardsticks: dict[str, Yardstick] = {"cold": limit} | ({"warm": take} if take.possible else {})
     with Watch(console, len(sections) * request.rounds * (len(arms) + 1)) as watch:
         for name in sections:
@@ -52,9 +56,10 @@ def execute(request: Request, console: Console) -> Outcome:
             measure = functools.partial(course.measure, section=name)
             rules = request.rules if name == "cold" else replace(request.rules, min_iops=0.0)
             section = Section(name, arms, twice, rules, measure, yardsticks.get(name))
-            section.execute(watch)
             done.append(section)
-    return Outcome(spec, workload, limit, take, done, proved_pages)
+            section.execute(watch, lambda: keep(outcome))
+    outcome.complete = True
+    return outcome
 
 
 def table_of(request: Request, console: Console) -> TableSpec:

@@ -76,6 +76,7 @@ class SectionSummary:
     """All arms at one temperature.
 
     `counted_rounds` 0 means that no round met the conditions; the numbers are then those of the rounds that did not.
+    `rounds` 0 means that none is complete, and numbers are those of the one that was broken off.
     """
 
     temperature: str
@@ -86,14 +87,19 @@ class SectionSummary:
     arms: tuple[ArmSummary, ...]
 
 
-def summarise(temperature: str, runs: Sequence[Run], labels: Sequence[str], twice: str) -> SectionSummary:
-    """Sum up the runs of one section; `labels` are its arms in the order they were named."""
+def summarise(
+    temperature: str, runs: Sequence[Run], labels: Sequence[str], twice: str, unfinished: Sequence[Run] = ()
+) -> SectionSummary:
+    """Sum up the runs of one section; `labels` are its arms in the order they were named, as far as they have runs.
+
+    `unfinished` are those of a round that was broken off, which tell where no round is complete.
+    """
     whole = _complete(runs, len(labels) + 1)
     counted = [run for run in whole if run.counted]
-    used = counted or whole
+    used = counted or whole or unfinished
     firsts = {label: [run for run in used if run.arm == label and not run.again] for label in labels}
     noise = Paired.of(_ratios([run for run in used if run.again], firsts[twice]))
-    arms = tuple(_arm(label, firsts) for label in labels)
+    arms = tuple(_arm(label, firsts) for label in labels if firsts[label])
     rounds = len({run.round for run in whole})
     return SectionSummary(temperature, rounds, len({run.round for run in counted}), noise, twice, arms)
 

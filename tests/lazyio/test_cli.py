@@ -165,6 +165,24 @@ def test_interruption_is_one_line_and_status_130(model: Path, moment: str) -> No
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "lazyio: interrupted\n")
 
 
+TERMINATED = """
+import os, signal, sys
+from lazyio import cli
+from lazyio.bench import command
+
+def terminate(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+command.execute = terminate
+cli.main()
+"""
+
+
+def test_the_end_of_a_measurement_is_one_line_and_status_143(model: Path) -> None:
+    done = run(TERMINATED, "bench", str(model))
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "lazyio: terminated\n")
+
+
 def test_a_reader_that_leaves_is_no_error(model: Path) -> None:
     command = f'{sys.executable} -c "{MAIN}" settings | true'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lazyio.bench.figures import ratio, short
-from lazyio.bench.headline.work import BASELINE, Subject, Work, write
+from lazyio.bench.headline.work import BASELINE, Subject, Work
+from lazyio.bench.kept import write_whole
 from lazyio.bench.rounds import STEADY_WITHIN
 from lazyio.errors import RunsDifferError
 
@@ -36,7 +37,7 @@ def report(work: Work, subject: Subject, console: Console) -> None:
     figures = {tokens: _figures_of(tokens, steps) for tokens, steps in measured.items()}
     if not figures:
         return
-    write(work.results / "headline.json", {"subject": subject.as_json(), "figures": figures})
+    write_whole(work.results / "headline.json", {"subject": subject.as_json(), "figures": figures})
     console.print(_table(figures))
     subjects = dict.fromkeys(steps[0]["subject"] for steps in measured.values())
     for line in (*subjects, *map(_note, measured, measured.values()), f"Every run: {work.results}"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lazyio.bench.abba.plan import differences
+from lazyio.bench.kept import write_whole
 from lazyio.errors import SettingError
 
 #: The lazy mode that others are compared with.
@@ -83,7 +84,7 @@ class Work:
     def keep(self, tokens: int, step: int, subject: Subject, document: Mapping[str, Any], took_s: float) -> None:
         """Keep what a step measured, the JSON of bench-engine, and of what."""
         self.results.mkdir(parents=True, exist_ok=True)
-        write(self.file_of(tokens, step), {"asked": subject.as_json(), "took_s": took_s, **document})
+        write_whole(self.file_of(tokens, step), {"asked": subject.as_json(), "took_s": took_s, **document})
 
 
 @contextmanager
@@ -123,10 +124,3 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, AttributeError):  # no JSON, or no object
         pass
     raise SettingError(f"{path} is no step of a measurement, or is damaged; remove it")
-
-
-def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps(document, indent=1) + "\n")
-    new.replace(path)

@@ -28,9 +28,9 @@ def both(compare: Callable[..., Outcome], document: dict[str, Any]) -> dict[str,
 
 
 def test_top_level(both: dict[str, Any]) -> None:
-    assert {"table", "workload", "device_limit", "take_limit", "runs", "summary", "method", "lazyio_version"} == set(
-        both
-    )
+    parts = {"table", "workload", "device_limit", "take_limit", "runs", "unfinished", "summary", "method"}
+    assert parts | {"lazyio_version", "complete"} == set(both)
+    assert both["complete"]
     assert both["lazyio_version"] == __version__
 
 
