@@ -70,10 +70,10 @@ class GatedAttention(nn.Module):
         found = [
             self._attend_steps(spans, x, angles, ubatch.positions, q, k, v)
             if self._takes(spans, x.device)
-            else torch.cat([self._attend(span, x, angles, q, k, v) for span in spans])
+            else _joined([self._attend(span, x, angles, q, k, v) for span in spans])
             for spans in together(ubatch.spans)
         ]
-        y: torch.Tensor = self.o_proj((torch.cat(found) * gate.sigmoid()).flatten(1))
+        y: torch.Tensor = self.o_proj((_joined(found) * gate.sigmoid()).flatten(1))
         return y
 
     def _takes(self, spans: Sequence[Span], device: torch.device) -> bool:
@@ -126,3 +126,8 @@ class GatedAttention(nn.Module):
         if isinstance(allowed, Selected):
             return attend_selected(q[here], keys, values, allowed, scale=scale)
         return attend(q[here], keys, values, scale=scale, allowed=allowed)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One behind the other; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

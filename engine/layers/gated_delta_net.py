@@ -100,9 +100,10 @@ class GatedDeltaNet(nn.Module):
 
     def _fused(self, x: torch.Tensor) -> bool:
         """Whether kernels do all but products: float32 is left to torch, whose results are the ones to compare with."""
+        if x.dtype == torch.float32 or not usable(x.device):
+            return False
         around = delta_net.supports(x.dtype, self.conv1d.reach, self._value_dim)
-        inside = supports(self._key_dim, self._value_dim)
-        return usable(x.device) and x.dtype != torch.float32 and around and inside
+        return around and supports(self._key_dim, self._value_dim)
 
     def _by_kernels(self, x: torch.Tensor, ubatch: Ubatch) -> torch.Tensor:
         pieces: list[DeltaState] = [span.state.pieces[self] for span in ubatch.spans]

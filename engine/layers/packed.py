@@ -26,6 +26,8 @@ def times(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return functional.linear(x, weight)
     if usable(x.device):
+        if x.ndim == 2:
+            return matmul(x.contiguous(), weight)
         return matmul(x.reshape(-1, x.shape[-1]).contiguous(), weight).view(*x.shape[:-1], weight.shape[0])
     outputs, inputs = weight.shape
     step = max(1, _VALUES_AT_ONCE // inputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from lazyio.engine.layers.norm import RmsNorm
@@ -26,11 +28,17 @@ class Rope:
 
     def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [tokens, 1, dims / 2] of int64 positions [tokens], for `rotate`."""
-        index = torch.arange(0, self.dims, 2, dtype=torch.float32, device=positions.device)
-        frequency = 1.0 / self._theta ** (index / self._of_dims)
-        frequency = torch.where(index < self._rotated, frequency, 0.0)
+        frequency = _frequencies(self._theta, self.dims, self._of_dims, self._rotated, positions.device)
         angle = positions.float()[:, None, None] * frequency
         return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+# They are the same for all steps.
+@cache
+def _frequencies(theta: float, dims: int, of_dims: int, rotated: int, device: torch.device) -> torch.Tensor:
+    """Of pairs of dimensions, float32 [dims / 2]."""
+    index = torch.arange(0, dims, 2, dtype=torch.float32, device=device)
+    return torch.where(index < rotated, 1.0 / theta ** (index / of_dims), 0.0)
 
 
 def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
