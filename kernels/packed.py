@@ -317,11 +317,18 @@ def random(
     std: float,
     block: tuple[int, int] | None = None,
 ) -> PackedWeight:
+    """A weight of random values, those of `fill_random`. Raises what `plane_shapes` does."""
+    weight = empty(stored, shape, device, (128, 128) if block is None else block)
+    fill_random(weight, generator, std)
+    return weight
+
+
+def fill_random(weight: PackedWeight, generator: torch.Generator, std: float) -> None:
     """Random codes and scales, on the device: values of about this standard deviation around 0, all finite.
 
-    `generator` is one of the device. Raises what `plane_shapes` does.
+    `generator` is one of the device.
     """
-    weight = empty(stored, shape, device, (128, 128) if block is None else block)
+    stored = weight.stored
     codes, high, scales, units = weight.pointers()
     for plane in {codes.data_ptr(): codes, high.data_ptr(): high}.values():
         plane.view(torch.uint8).random_(0, 256, generator=generator)
@@ -339,7 +346,6 @@ def random(
         _fill_pairs(scales, unit, -_middle(stored), generator)
     else:
         scales.uniform_(0.5, 1.5, generator=generator).mul_(unit)
-    return weight
 
 
 def _fill_pairs(words: torch.Tensor, unit: float, middle: float, generator: torch.Generator) -> None:

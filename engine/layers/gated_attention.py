@@ -10,7 +10,7 @@ from torch import nn
 
 from lazyio.engine.layers.attention import attend, attend_before
 from lazyio.engine.layers.block_selection import BlockSelection
-from lazyio.engine.layers.linear import Linear
+from lazyio.engine.layers.linear import Joined, Linear
 from lazyio.engine.layers.norm import RmsNorm
 from lazyio.engine.layers.rope import norm_and_rotate
 from lazyio.engine.state import Composite, Growing
@@ -52,6 +52,7 @@ class GatedAttention(nn.Module):
         self.k_proj = Linear(hidden, kv_heads * head_dim)
         self.v_proj = Linear(hidden, kv_heads * head_dim)
         self.o_proj = Linear(heads * head_dim, hidden)
+        self._products = Joined(self.q_proj, self.k_proj, self.v_proj)
         self.q_norm = RmsNorm(head_dim, eps, offset=1.0)
         self.k_norm = RmsNorm(head_dim, eps, offset=1.0)
         self.indexer = selection
@@ -64,8 +65,9 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], ubatch: Ubatch) -> torch.Tensor:
         """Of x [tokens, hidden] and the angles of the tokens' positions: [tokens, hidden]."""
-        q, gate = self.q_proj(x).unflatten(1, (-1, 2 * self._head_dim)).chunk(2, -1)
-        k, v = (project(x).unflatten(1, (-1, self._head_dim)) for project in (self.k_proj, self.v_proj))
+        with_gate, k, v = self._products(x)
+        q, gate = with_gate.view(x.shape[0], -1, 2 * self._head_dim).chunk(2, -1)
+        k, v = (one.view(x.shape[0], -1, self._head_dim) for one in (k, v))
         q, k = norm_and_rotate(self.q_norm, q, angles), norm_and_rotate(self.k_norm, k, angles)
         found = [
             self._attend_steps(spans, x, angles, ubatch.positions, q, k, v)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from lazyio.engine.layers.delta_rule import Tokens, follow, step
-from lazyio.engine.layers.linear import Linear
+from lazyio.engine.layers.linear import Joined, Linear
 from lazyio.engine.layers.norm import rms
 from lazyio.engine.state import Composite, Recent, Recurrent
 from lazyio.engine.ubatch import Span, Ubatch, together
@@ -62,6 +62,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = Linear(hidden, value_heads * value_dim)
         self.in_proj_b = Linear(hidden, value_heads)
         self.in_proj_a = Linear(hidden, value_heads)
+        self._products = Joined(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         self.conv1d = Convolution(self._channels, conv_kernel)
         self.A_log = nn.Parameter(torch.empty(value_heads))
         self.dt_bias = nn.Parameter(torch.empty(value_heads))
@@ -79,9 +80,9 @@ class GatedDeltaNet(nn.Module):
         """Of x [tokens, hidden]: [tokens, hidden]."""
         if self._fused(x):
             return self._by_kernels(x, ubatch)
-        mixed = self.in_proj_qkv(x)
-        beta = self.in_proj_b(x).float().sigmoid()
-        log_decay = -self.A_log.float().exp() * functional.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+        mixed, z, of_beta, of_decay = self._products(x)
+        beta = of_beta.float().sigmoid()
+        log_decay = -self.A_log.float().exp() * functional.softplus(of_decay.float() + self.dt_bias.float())
         groups = list(together(ubatch.spans))
         q, k, v = self._heads(torch.cat([self._convolved(spans, mixed) for spans in groups]))
         if usable(x.device) and supports(self._key_dim, self._value_dim):
@@ -94,7 +95,7 @@ class GatedDeltaNet(nn.Module):
             q, k = q.repeat_interleave(each, 1), k.repeat_interleave(each, 1)
             tokens = Tokens(q, k, v.float(), beta, log_decay)
             found = torch.cat([self._follow(spans, tokens) for spans in groups]).to(x.dtype)
-        gated = self.norm(found, self.in_proj_z(x).view(found.shape))
+        gated = self.norm(found, z.view(found.shape))
         y: torch.Tensor = self.out_proj(gated.flatten(1))
         return y
 
@@ -109,12 +110,12 @@ class GatedDeltaNet(nn.Module):
         pieces: list[DeltaState] = [span.state.pieces[self] for span in ubatch.spans]
         here = [(span.start, span.length) for span in ubatch.spans]
         history = [piece.inputs.entries for piece in pieces]
-        q, k, v = self._heads(delta_net.convolve(self.in_proj_qkv(x), self.conv1d.weight[:, 0], here, history))
-        sides = delta_net.rates(self.in_proj_b(x), self.in_proj_a(x), self.A_log, self.dt_bias)
+        mixed, z, of_beta, of_decay = (one.contiguous() for one in self._products(x))
+        q, k, v = self._heads(delta_net.convolve(mixed, self.conv1d.weight[:, 0], here, history))
+        rates = delta_net.rates(of_beta, of_decay, self.A_log, self.dt_bias)
         chunks = [Chunk(span.start, span.length, span.before) for span in ubatch.spans]
-        found = gated_delta_rule(q, k, v, *sides, chunks, [piece.memory.value for piece in pieces])
-        z = self.in_proj_z(x).view(found.shape)
-        gated = delta_net.gated_norm(found, z, self.norm.weight, self.norm.eps, self.norm.gate)
+        found = gated_delta_rule(q, k, v, *rates, chunks, [piece.memory.value for piece in pieces])
+        gated = delta_net.gated_norm(found, z.view(found.shape), self.norm.weight, self.norm.eps, self.norm.gate)
         y: torch.Tensor = self.out_proj(gated.flatten(1))
         return y
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lazyio.engine.layers.linear import Linear
+from lazyio.engine.layers.linear import Joined, Linear
 from lazyio.engine.layers.rounding import rounded
 
 
@@ -24,14 +24,15 @@ class GeGlu(nn.Module):
         self.gate_proj = Linear(hidden, width)
         self.up_proj = Linear(hidden, width)
         self.down_proj = Linear(width, hidden)
+        self._joined = Joined(self.gate_proj, self.up_proj)
         self._quantile = NormalDist().inv_cdf(sparsity) if sparsity else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of x [tokens, hidden]: [tokens, hidden]."""
-        gate = self.gate_proj(x)
+        gate, up = self._joined(x)
         if self._quantile is not None:
             gate = _cut(gate, rounded(self._quantile, gate.dtype))
-        y: torch.Tensor = self.down_proj(functional.gelu(gate, approximate="tanh") * self.up_proj(x))
+        y: torch.Tensor = self.down_proj(functional.gelu(gate, approximate="tanh") * up)
         return y
 
 

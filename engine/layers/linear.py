@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from operator import is_not
+
 import torch
 from torch import nn
 from torch.nn import functional
 
-from lazyio.engine.layers.packed import Weight, rows_of, times
+from lazyio.engine.layers.packed import Weight, joined, rows_of, times
+from lazyio.kernels.contract import usable
+from lazyio.kernels.packed_matmul import MOST_NARROW
 
 # Matrices of fewer rows are read in no time, and other kernels may want their values.
 _LEAST_PACKED = 16
@@ -25,6 +29,25 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of x [..., inputs]: [..., outputs]."""
         return times(x, self.weight)
+
+
+class Joined:
+    """Linear layers of the same x. For few rows, those whose packed weights lie behind one another are one product."""
+
+    def __init__(self, *layers: Linear) -> None:
+        self.layers = layers
+        self._weights: list[Weight] = []
+        self._runs: list[tuple[Weight, list[int]]] = []
+
+    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Of x [tokens, inputs]: [tokens, outputs] of each layer, of which tokens may lie apart."""
+        if x.shape[0] > MOST_NARROW or not usable(x.device):
+            return [layer(x) for layer in self.layers]
+        weights = [layer.weight for layer in self.layers]
+        if not self._weights or any(map(is_not, weights, self._weights)):
+            self._weights, self._runs = weights, joined(weights)
+        runs = ((times(x, weight), outputs) for weight, outputs in self._runs)
+        return [part for products, outputs in runs for part in torch.split_with_sizes(products, outputs, -1)]
 
 
 class Embedding(nn.Module):

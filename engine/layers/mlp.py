@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lazyio.engine.layers.linear import Linear
+from lazyio.engine.layers.linear import Joined, Linear
 
 
 class SiluMlp(nn.Module):
@@ -17,8 +17,10 @@ class SiluMlp(nn.Module):
         self.gate_proj = Linear(hidden, width)
         self.up_proj = Linear(hidden, width)
         self.down_proj = Linear(width, hidden)
+        self._joined = Joined(self.gate_proj, self.up_proj)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of x [tokens, hidden]: [tokens, hidden]."""
-        y: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self._joined(x)
+        y: torch.Tensor = self.down_proj(functional.silu(gate) * up)
         return y

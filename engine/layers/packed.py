@@ -37,6 +37,43 @@ def times(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     return torch.cat([functional.linear(x, reference_dequantise(piece).to(x.dtype)) for piece in pieces], -1)
 
 
+def joined(weights: Sequence[Weight]) -> list[tuple[Weight, list[int]]]:
+    """Weights [outputs, inputs] of the same inputs, those that lie behind one another as one, in the same memory.
+
+    Each with the outputs of all that it has, in order.
+    """
+    runs: list[tuple[Weight, list[int]]] = []
+    for weight in weights:
+        both = _both(runs[-1][0], weight) if runs else None
+        if both is None:
+            runs.append((weight, [weight.shape[0]]))
+        else:
+            runs[-1] = both, [*runs[-1][1], weight.shape[0]]
+    return runs
+
+
+def _both(first: Weight, second: Weight) -> PackedWeight | None:
+    """Two weights as one, if both are packed and the second begins where the first ends."""
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return None
+    if (first.stored, first.block, first.shape[1:]) != (second.stored, second.block, second.shape[1:]):
+        return None
+    if first.block is not None and first.shape[0] % first.block[0]:
+        return None
+    if not all(map(_is_behind, second.planes, first.planes)):
+        return None
+    rows = first.shape[0] + second.shape[0]
+    of_both = zip(first.planes, second.planes, strict=True)
+    planes = tuple(a.as_strided((len(a) + len(b), a.shape[1]), a.stride(), a.storage_offset()) for a, b in of_both)
+    return replace(first, shape=(rows, *first.shape[1:]), planes=planes)
+
+
+def _is_behind(plane: torch.Tensor, before: torch.Tensor) -> bool:
+    shared = plane.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    whole = plane.is_contiguous() and before.is_contiguous()
+    return shared and whole and plane.storage_offset() == before.storage_offset() + before.numel()
+
+
 def rows_of(weight: PackedWeight, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rows of a weight [outputs, inputs] that are asked for, int64 [n]: values, [n, inputs]."""
     inputs = weight.shape[1]

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from lazyio.engine.layers.linear import Embedding
+from lazyio.engine.layers.linear import Embedding, Joined
 from lazyio.engine.layers.packed import Weight
 from lazyio.engine.state import Piece, State
 from lazyio.engine.ubatch import Rows, Ubatch
@@ -76,6 +76,13 @@ class Model(nn.Module, abc.ABC):
     def packable(self) -> list[str]:
         """Names of the parameters that may be held packed."""
         return [f"{place}.{name}" for place, module in self.named_modules() for name in _packs(module)]
+
+    @property
+    def joined(self) -> list[list[str]]:
+        """Names of matrices that are multiplied by the same x, in the order in which they had best lie."""
+        names = {module: name for name, module in self.named_modules()}
+        groups = [one for module in self.modules() for one in vars(module).values() if isinstance(one, Joined)]
+        return [[f"{names[layer]}.weight" for layer in one.layers] for one in groups]
 
     @property
     def weights_bytes(self) -> int:

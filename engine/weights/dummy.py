@@ -16,7 +16,7 @@ from torch import nn
 
 from lazyio.engine.weights.trunk import Trunk
 from lazyio.errors import ModelError, SettingError
-from lazyio.kernels.packed import random
+from lazyio.kernels.packed import PackedWeight, fill_random
 
 _NORM_SPREAD = 0.1
 _CONV_STD = 0.2
@@ -26,23 +26,20 @@ _STEPS = (1e-3, 1e-1)
 
 
 def fill_dummy(trunk: Trunk, seed: int) -> None:
-    """Give a model random weights in the forms of `trunk`, made on its device.
+    """Give the weights of a model, which are in the forms of `trunk`, random values, made on its device.
 
     Those of a parameter depend on the seed, its name, shape and form, and the type of the device.
     """
     generator = torch.Generator(trunk.device)
     for name, form in trunk.forms.items():
         generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        if form.packed is not None:
-            std = matrix_std(form.shape)
-            trunk.put(name, random(form.packed, form.shape, trunk.device, generator, std, form.block))
+        weight = trunk.model.weight(name)
+        if isinstance(weight, PackedWeight):
+            fill_random(weight, generator, matrix_std(form.shape))
             continue
-        weight = form.empty(trunk.device)
-        assert isinstance(weight, torch.Tensor)
         module, _, last = name.rpartition(".")
         with torch.no_grad():
             draw(trunk.model.get_submodule(module), last, weight, generator)
-        trunk.put(name, weight)
 
 
 def draw(module: nn.Module, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:

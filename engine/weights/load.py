@@ -14,6 +14,7 @@ from lazyio.engine.weights.filling import fill, fill_packed, passing_bytes
 from lazyio.engine.weights.finite import check_loaded
 from lazyio.engine.weights.folder import FolderSource
 from lazyio.engine.weights.gguf import GgufSource
+from lazyio.engine.weights.joining import memory
 from lazyio.engine.weights.memory import check_memory
 from lazyio.engine.weights.plan import Step
 from lazyio.engine.weights.reading import FileOnce, Landing, identity_of
@@ -64,11 +65,11 @@ def load_model(trunk: Trunk, *, progress: Progress | None = None, seed: int = 0)
     or where a value, or the scale of a quantised one, is no finite number.
     """
     check_room(trunk)
+    for name, weight in memory(trunk):
+        trunk.put(name, weight)
     if trunk.steps is None:
         fill_dummy(trunk, seed)
     else:
-        for name, form in trunk.forms.items():
-            trunk.put(name, form.empty(trunk.device))
         _stream(trunk, trunk.steps, progress)
         check_loaded(trunk)
     for name, other in trunk.model.tied.items():
