@@ -227,12 +227,19 @@ def _method(outcome: EngineOutcome) -> list[str]:
         lines.append(
             "Streams: each follows a text of its own, one token a step, chosen and then replaced by the text's. asking "
             "for rows: until the reads of a step are under way. scheduler: the host's time in a step beside that, "
-            "launching the model and waiting for it."
+            f"launching the model and waiting for it. Before its steps a run took {_asides(outcome.streams)}."
         )
     by_sums = " Those of streams and queues were compared by a checksum a token."
     sums = by_sums if outcome.streams is not None or outcome.queue is not None else ""
     equal = f"Logits: equal, bit for bit, in all runs over the same tokens and cuts.{sums}"
     return [*lines, equal, *_fallbacks(outcome)]
+
+
+def _asides(outcome: StreamsOutcome) -> str:
+    """What a run takes that is not measured, by its parts."""
+    asides = [run.aside_s for run in outcome.runs()]
+    middles = {name: statistics.median(aside[name] for aside in asides) for name in asides[0]}
+    return ", ".join(f"{seconds:.2f} s for {name}" for name, seconds in middles.items())
 
 
 def _fallbacks(outcome: EngineOutcome) -> list[str]:

@@ -7,6 +7,7 @@ moment when all of them reply.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -38,6 +39,9 @@ from lazyio.gate import TableStats
 from lazyio.modes import Backend
 from lazyio.ple.cuts import fixed_cuts
 
+# Of a run that is not measured: libraries choose and compile their kernels in the prompts and the first steps.
+_WARM_STEPS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -59,6 +63,7 @@ class StreamsRun:
 
     `rows_s` is what asking for rows took in all of them, `host_s` what the scheduler took beside that, launching the
     model and waiting for it. `peak_pages` is how many were ever held, None with windows.
+    `aside_s` is what came before the steps: memory for what they carry, making the table cold, opening it, prompts.
     """
 
     arm: Arm
@@ -71,6 +76,7 @@ class StreamsRun:
     backend: Backend
     logits: str  # a digest of the checksums of all logits
     peak_pages: int | None
+    aside_s: dict[str, float]
 
     @property
     def tokens_per_s(self) -> float:
@@ -187,23 +193,26 @@ def measure_streams(
     Raises NotCold, RunsDifferError, what tables raise.
     """
     arms = outcome.arms
-    for arm in {(arm.streams, arm.kv_pages): arm for arm in arms}.values():
-        _run(rig, outcome, arm, tokens, again=False)  # libraries choose and compile their kernels
+    for arm in arms:
+        if arm.way == arms[0].way:  # each number of streams and of pages once, with the table in memory
+            _run(rig, outcome, arm, tokens, again=False, steps=min(_WARM_STEPS, outcome.steps))
     for number in range(rounds):
         turns = in_turn(arms, arms[0], number)
         for arm, again in turns:
             label = f"streams: {arm.label}"
             watch.begin(f"{label}, round {number + 1} of {rounds}")
-            run = _run(rig, outcome, arm, tokens, again=again)
+            run = _run(rig, outcome, arm, tokens, again=again, steps=outcome.steps)
             outcome.add(run, len(turns))
             watch.note(f"{label}: {run}")
             keep(outcome)
 
 
-def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, again: bool) -> StreamsRun:
-    way, streams = arm.way, arm.streams
+def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, again: bool, steps: int) -> StreamsRun:
+    way, streams, laps = arm.way, arm.streams, _Laps()
     admission = KvOptions.resolve(arm.kv_pages, None, None).admission(rig.model, streams, batch_invariant=False)
+    laps.end("memory")
     rig.make_cold(way)
+    laps.end("cold")
     without_cache = {"row_cache": 0} if settings.applies("row_cache", way.mode) else {}
     with rig.feed(way, without_cache, timed=True) as feed:
         each, context = outcome.tokens_each(streams), outcome.context
@@ -212,23 +221,43 @@ def _run(rig: Rig, outcome: StreamsOutcome, arm: Arm, tokens: Sequence[int], *, 
         with closing(scheduler):
             for request in requests:
                 scheduler.add(request)
-            while not all(request.replies for request in requests):
-                step(scheduler, requests)
-            if scheduler.counts.most_lanes < streams:
-                raise NeverFits(_no_room(arm, "more"))
+            laps.end("opening")
+            _compute_prompts(scheduler, requests, arm)
+            laps.end("prompts")
             before, stats = replace(scheduler.counts), feed.table.stats()
-            for _ in range(outcome.steps):
+            for _ in range(steps):
                 step(scheduler, requests)
             stats, counts = feed.table.stats() - stats, scheduler.counts
             rows_s, host_s = counts.rows_s - before.rows_s, counts.host_s - before.host_s
-            account = requests[0].meter.account(outcome.steps)
+            account = requests[0].meter.account(steps)
         backend = feed.table.backend
-    cuts = forward.sizes[: -outcome.steps]
-    what = f"{streams} streams of {outcome.steps} steps after {outcome.context} tokens each in {cuts}"
+    cuts = forward.sizes[:-steps]
+    what = f"{streams} streams of {steps} steps after {outcome.context} tokens each in {cuts}"
     logits = rig.checked(what, arm.label, forward.sums)
-    steps_s, waits_s = account.steps_s[-outcome.steps :], account.steps_waited_s[-outcome.steps :]
+    steps_s, waits_s = account.steps_s[-steps:], account.steps_waited_s[-steps:]
     peak = admission.ledger.pool.peak if isinstance(admission, Paged) else None
-    return StreamsRun(arm, again, steps_s, waits_s, rows_s, host_s, stats, backend, logits, peak)
+    return StreamsRun(arm, again, steps_s, waits_s, rows_s, host_s, stats, backend, logits, peak, laps.seconds)
+
+
+class _Laps:
+    """What each part of a run takes, by its name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """That part ends now, and the next one begins."""
+        now = time.perf_counter()
+        self.seconds[name], self._since = now - self._since, now
+
+
+def _compute_prompts(scheduler: Scheduler, requests: Sequence[Request], arm: Arm) -> None:
+    """Go on until all of them reply. Raises NeverFits where they do not have room at once."""
+    while not all(request.replies for request in requests):
+        step(scheduler, requests)
+    if scheduler.counts.most_lanes < arm.streams:
+        raise NeverFits(_no_room(arm, "more"))
 
 
 def check_arms(outcome: StreamsOutcome, trunk: Trunk, tokens: Sequence[int]) -> None:

@@ -248,7 +248,28 @@ def test_streams(folder: Path, tmp_path: Path) -> None:
         assert 0 < turn["host_s"] < sum(turn["steps_s"])
         assert turn["stats"]["rows"] == turn["arm"]["streams"] * 3 * 8
         assert (turn["peak_pages"] is None) == (turn["arm"]["kv_pages"] == "off")
+        assert list(turn["aside_s"]) == ["memory", "cold", "opening", "prompts"]
     assert len({turn["logits"] for turn in turns}) == 2
+
+
+def test_streams_are_warmed_up_with_few_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the table in memory, so that nothing is read; once for each number of streams."""
+    checked, steps = Rig.checked, list[str]()
+
+    def noted(rig: Rig, what: str, label: str, logits: Any) -> str:
+        steps.append(f"{what.split(' after ')[0]}: {label}")
+        return checked(rig, what, label, logits)
+
+    monkeypatch.setattr(Rig, "checked", noted)
+    options = ["--prompts", "", "--streams", "1,2", "--modes", "on", "--lookahead", "0"]
+    result = run(folder, *options, *FEW[2:], "--decode", "6")
+    assert result.exit_code == 0, result.output
+    assert steps[:2] == ["1 streams of 4 steps: 1, off", "2 streams of 4 steps: 2, off"]
+    assert len(steps) == 2 + 5
+    assert all(" of 6 steps" in words for words in steps[2:])
+    steps.clear()
+    assert run(folder, *options, *FEW).exit_code == 0
+    assert all(" of 3 steps" in words for words in steps)
 
 
 def test_streams_in_pages_are_cut_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
