@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -52,6 +52,9 @@ PACKED_TYPES = frozenset({*_PLANES, _FP8})
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
+_Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight [outputs, inputs], or one of each expert, [experts, outputs, inputs].
@@ -64,6 +67,16 @@ class PackedWeight:
     shape: tuple[int, ...]
     planes: tuple[torch.Tensor, ...]  # those of `plane_shapes`
     block: tuple[int, int] | None = None
+    # What every product asks for, so it is found once.
+    contiguous: bool = field(init=False, repr=False, compare=False)  # whether all planes are
+    _pointers: _Four = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        codes, *rest = self.planes
+        high = rest.pop(0) if self.stored in _HIGH_BITS else codes
+        pointers = codes, high, rest[0], rest[1] if len(rest) > 1 else codes
+        object.__setattr__(self, "_pointers", pointers)
+        object.__setattr__(self, "contiguous", all(plane.is_contiguous() for plane in self.planes))
 
     @property
     def nbytes(self) -> int:
@@ -84,11 +97,9 @@ class PackedWeight:
         assert len(self.shape) == 3, "the weight has no experts"
         return replace(self, shape=self.shape[1:], planes=tuple(plane[expert] for plane in self.planes))
 
-    def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def pointers(self) -> _Four:
         """Codes, high bits, scales and units as kernels take them; the codes stand in for what a type lacks."""
-        codes, *rest = self.planes
-        high = rest.pop(0) if self.stored in _HIGH_BITS else codes
-        return codes, high, rest[0], rest[1] if len(rest) > 1 else codes
+        return self._pointers
 
 
 def plane_shapes(

@@ -15,7 +15,7 @@ import torch
 
 from lazyio.errors import Unsupported
 from lazyio.kernels import packed
-from lazyio.kernels.contract import Case, Kernel, bodies
+from lazyio.kernels.contract import Case, Kernel, bodies, shared_bytes
 from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, reference_dequantise
 from lazyio.ple.dtypes import TYPES
 
@@ -111,7 +111,7 @@ def _stages(config: Config, x: torch.Tensor, weight: PackedWeight, rows: int) ->
     """As many as a program of this GPU has memory for: one buffer less than stages."""
     if x.device.type != "cuda":
         return config.stages
-    has: int = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    has = shared_bytes(x.device)
     of_rows = rows * x.element_size()
     of_codes = config.outputs * weight.planes[0].nbytes // (weight.shape[0] * weight.shape[1])
     return max(1, min(config.stages, 1 + has // (config.inputs * (of_rows + of_codes + config.outputs * 3 // 8))))
@@ -143,8 +143,15 @@ def _check(x: torch.Tensor, weight: PackedWeight) -> None:
 
 
 def _check_device(weight: PackedWeight) -> None:
-    assert all(plane.is_contiguous() for plane in weight.planes), "a plane is not contiguous"
-    if weight.device.type == "cuda" and (has := torch.cuda.get_device_capability(weight.device)) < _OLDEST:
+    assert weight.contiguous, "a plane is not contiguous"
+    device = weight.device
+    if device.type == "cuda":
+        _check_capability(device)
+
+
+@functools.cache
+def _check_capability(device: torch.device) -> None:
+    if (has := torch.cuda.get_device_capability(device)) < _OLDEST:
         raise Unsupported(
             f"kernels of packed weights need a GPU of compute capability {_OLDEST[0]}.{_OLDEST[1]}; this one has "
             f"{has[0]}.{has[1]}: dequantise the weights when they are loaded"

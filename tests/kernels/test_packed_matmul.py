@@ -72,7 +72,8 @@ def test_few_rows_take_the_kernel_of_few_rows(device: torch.device, monkeypatch:
 
 def test_old_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    weight = PackedWeight("Q4_0", (8, 64), (SimpleNamespace(device=torch.device("cuda"), is_contiguous=lambda: True),))
+    plane = SimpleNamespace(device=torch.device("cuda"), is_contiguous=lambda: True)
+    weight = PackedWeight("Q4_0", (8, 64), (plane, plane))
     with pytest.raises(Unsupported, match=r"capability 8\.0; this one has 7\.5"):
         dequantise(weight, torch.float32)
 
