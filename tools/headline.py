@@ -30,8 +30,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from lazyio import settings
 from lazyio.bench.headline.report import report
 from lazyio.bench.headline.room import check_ids, fitting_layers, plan_of, table_bytes_of
-from lazyio.bench.headline.steps import STEP_ROUNDS, make, measure
-from lazyio.bench.headline.work import ARCHITECTURE, BASELINE, Subject, Work, check_unchanged, locked
+from lazyio.bench.headline.steps import make, measure
+from lazyio.bench.headline.work import ARCHITECTURE, BASELINE, STEP_ROUNDS, Subject, Work, check_unchanged, locked
 from lazyio.bench.report import WIDTH
 from lazyio.errors import LazyIOError, RunFailed, RunsDifferError, SettingError
 from lazyio.ple.dtypes import TYPES

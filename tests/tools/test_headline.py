@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner, Result
 
-from lazyio.bench.abba.process import Answer
 from lazyio.bench.headline import steps
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -32,15 +31,15 @@ def test_an_interrupted_one_goes_on_where_it_stopped(
 ) -> None:
     folder, results = tmp_path / "headline", tmp_path / "headline" / "results"
     variables = {**SMALL, "FOLDER": str(folder), "OMP_NUM_THREADS": "1"}
-    ask = steps.ask
+    do = steps.do
 
-    def interrupted_after_one(*arguments: object) -> Answer:
+    def interrupted_after_one(*arguments: object) -> None:
         if (results / "40-1.json").exists():
             raise KeyboardInterrupt
-        return ask(*arguments)
+        do(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(steps, "ask", interrupted_after_one)
+        patched.setattr(steps, "do", interrupted_after_one)
         first = CliRunner().invoke(tool.app, [], env=variables)
     assert first.exit_code == 130, first.output
     assert first.stderr.splitlines()[-1] == (

@@ -122,8 +122,10 @@ def _note(tokens: int, steps: Sequence[_Step]) -> str:
     ubatches = len(prompt["cuts"])
     cuts = f"{ubatches} ubatches of at most {max(prompt['cuts']):,}" if ubatches > 1 else "one ubatch"
     repeats = sum(step["prompts"][0]["repeats"] for step in steps)
+    rounds = len(_rounds(steps))
+    counted = f"{rounds} round{'' if rounds == 1 else 's'}"
     return (
-        f"Prompt of {tokens:,}: {len(_rounds(steps))} rounds; {cuts}; {sum(prompt['reads']):,} reads at least; the "
+        f"Prompt of {tokens:,}: {counted}; {cuts}; {sum(prompt['reads']):,} reads at least; the "
         f"device's limit {_spread(limits)} reads/s; runs beside an unsteady device: {unsteady}; rounds that were run "
         f"again: {repeats}."
     )

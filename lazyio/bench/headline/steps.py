@@ -10,15 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import lazyio
-from lazyio.bench.abba.plan import OUT_FILE
-from lazyio.bench.abba.process import ask, do
+from lazyio.bench.abba.process import do
 from lazyio.bench.headline.room import check_disk
-from lazyio.bench.headline.work import ARCHITECTURE, Subject, Work
+from lazyio.bench.headline.work import ARCHITECTURE, STEP_ROUNDS, Subject, Work
 from lazyio.errors import RunFailed, SettingError
 from lazyio.units import format_bytes
 
-#: Rounds of a step: one there, one back.
-STEP_ROUNDS = 2
 _LAZYIO = "from lazyio.cli import main; main()"
 
 
@@ -48,36 +45,44 @@ def measure(work: Work, subject: Subject, advanced: bool, say: Callable[[str], N
 
     Raises RunFailed where a step fails or takes too long, SettingError for a budget that served for nothing.
     """
+    short: int | None = None
     for tokens, step in work.missing():
         known_s = max((done["took_s"] for done in work.measured(tokens)), default=0.0)
-        if known_s > work.left_s or not _step(work, subject, tokens, step):
-            if advanced:
-                return False
-            raise SettingError(f"BUDGET_S is {work.budget_s:g}, too little for a step of {tokens:,} tokens: raise it")
-        advanced = True
-        say(f"{tokens:,} tokens, step {step} of {work.steps}: measured")
-    return True
+        rounds = 0 if known_s > work.left_s else _step(work, subject, tokens, step)
+        if rounds < STEP_ROUNDS:
+            short = short or tokens
+        if rounds:
+            advanced = True
+            how = "measured" if rounds == STEP_ROUNDS else f"the budget ended it after {rounds} of {STEP_ROUNDS} rounds"
+            say(f"{tokens:,} tokens, step {step} of {work.steps}: {how}")
+    if short is not None and not advanced:
+        raise SettingError(f"BUDGET_S is {work.budget_s:g}, too little for a step of {short:,} tokens: raise it")
+    return short is None
 
 
-def _step(work: Work, subject: Subject, tokens: int, step: int) -> bool:
-    """Measure two rounds of a prompt and keep them; False where the budget ended first. Raises RunFailed."""
+def _step(work: Work, subject: Subject, tokens: int, step: int) -> int:
+    """Measure two rounds of a prompt and keep those that are complete; how many they are, fewer where the budget ended
+    first. Raises RunFailed."""
+    out = work.partial_of(tokens, step)
     command = [sys.executable, "-c", _LAZYIO, "bench-engine", str(work.model), "--load-format", "dummy"]
     command += ["--layers", str(subject.layers), "--device", subject.device, "--prompts", str(tokens), "--decode", "0"]
     command += ["--modes", subject.modes, "--lookahead", subject.lookahead, "--rounds", str(STEP_ROUNDS), "--cold"]
-    command += ["--strict", "--json", OUT_FILE, *(["--ids", subject.ids] if subject.ids else [])]
+    command += ["--strict", "--json", str(out), *(["--ids", subject.ids] if subject.ids else [])]
     command += ["--trunk", subject.trunk] if subject.trunk else []
     started = time.monotonic()
     limit_s = min(work.step_s, work.left_s)
     if limit_s <= 0:
-        return False
+        return 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.unlink(missing_ok=True)  # of one that was killed
     try:
-        document = ask(command, _environment(), limit_s, work.lock).document
+        do(command, _environment(), limit_s, work.lock)
     except RunFailed:
         if work.left_s > 0:
             raise
-        return False
-    work.keep(tokens, step, subject, document, time.monotonic() - started)
-    return True
+    finally:
+        rounds = work.keep_partial(tokens, step, subject, time.monotonic() - started)
+    return rounds
 
 
 def _environment() -> dict[str, str]:

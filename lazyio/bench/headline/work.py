@@ -21,6 +21,8 @@ from lazyio.errors import SettingError
 BASELINE = "on-bare"
 #: The architecture of the model.
 ARCHITECTURE = "qwen4_exp"
+#: Rounds of a step: one there, one back.
+STEP_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,17 @@ class Work:
         """Of what a step measured."""
         return self.results / f"{tokens}-{step}.json"
 
+    def partial_of(self, tokens: int, step: int) -> Path:
+        """What `bench-engine` writes to while it measures a step."""
+        return self.file_of(tokens, step).with_suffix(".partial")
+
     def missing(self) -> list[tuple[int, int]]:
-        """Lengths and steps that are still to be measured."""
-        both = product(self.lengths, range(1, self.steps + 1))
-        return [(tokens, step) for tokens, step in both if not self.file_of(tokens, step).exists()]
+        """Lengths and steps that are still to be measured, or not complete: the first steps of all lengths first."""
+        both = product(range(1, self.steps + 1), self.lengths)
+        return [(tokens, step) for step, tokens in both if not self._is_complete(self.file_of(tokens, step))]
 
     def measured(self, tokens: int) -> list[dict[str, Any]]:
-        """The complete steps of a length, in order. Raises SettingError for a damaged file."""
+        """Steps of a length in order, each of a complete round or more. Raises SettingError for a damaged file."""
         files = [self.file_of(tokens, step) for step in range(1, self.steps + 1)]
         return [_read(file) for file in files if file.exists()]
 
@@ -85,6 +91,26 @@ class Work:
         """Keep what a step measured, the JSON of bench-engine, and of what."""
         self.results.mkdir(parents=True, exist_ok=True)
         write_whole(self.file_of(tokens, step), {"asked": subject.as_json(), "took_s": took_s, **document})
+
+    def keep_partial(self, tokens: int, step: int, subject: Subject, took_s: float) -> int:
+        """Keep what a step measured that has ended, or was ended, if that is more than is kept; its complete rounds."""
+        partial, kept = self.partial_of(tokens, step), self.file_of(tokens, step)
+        if not partial.exists():
+            return 0
+        document = json.loads(partial.read_text())
+        partial.unlink()
+        if rounds_of(document) > (rounds_of(_read(kept)) if kept.exists() else 0):
+            self.keep(tokens, step, subject, document, took_s)
+        return rounds_of(document)
+
+    @staticmethod
+    def _is_complete(file: Path) -> bool:
+        return file.exists() and rounds_of(_read(file)) >= STEP_ROUNDS
+
+
+def rounds_of(document: Mapping[str, Any]) -> int:
+    """How many complete rounds a step has of its prompt."""
+    return sum(len(prompt["rounds"]) for prompt in document["prompts"])
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from lazyio import SettingError
 from lazyio.bench.headline.work import Subject, Work, check_unchanged, locked
 
 SUBJECT = Subject("tiny", "F8_E4M3", 4000, 4, "cpu", "on-bare,uring", "0,2", None)
-STEP = {"subject": "", "prompts": []}
+STEP = {"subject": "", "prompts": [{"rounds": [[], []]}]}
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def work(tmp_path: Path) -> Work:
 
 def test_what_is_kept_is_not_missing(work: Work) -> None:
     assert work.before() == {}
-    assert work.missing() == [(10, 1), (10, 2), (20, 1), (20, 2)]
+    assert work.missing() == [(10, 1), (20, 1), (10, 2), (20, 2)]
     work.keep(10, 2, SUBJECT, STEP, 1.5)
     assert work.missing() == [(10, 1), (20, 1), (20, 2)]
     assert [step["took_s"] for step in work.measured(10)] == [1.5]
