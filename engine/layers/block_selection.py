@@ -79,7 +79,7 @@ class BlockSelection(nn.Module):
         blocks or fewer, none is left out. Where there are kernels, no mask is made, but lists of blocks.
         """
         queries, raw = self.index_qk_proj(x).split([self.heads * self.dim, self.dim], -1)
-        blocks = self._blocks(raw, span)
+        blocks = self._blocks(span.state.pieces[self].raw.extend(raw), span)
         if len(blocks) <= self.budget // self.ratio:
             return None
         queries = self._turned(queries, angles)
@@ -106,7 +106,8 @@ class BlockSelection(nn.Module):
         x [spans, hidden] and angles [spans, 1, rotated / 2]. None where all see all keys.
         """
         queries, raw = self.index_qk_proj(x).split([self.heads * self.dim, self.dim], -1)
-        blocks = [self._blocks(raw[i : i + 1], span) for i, span in enumerate(spans)]
+        joined = Recent.extend_each([span.state.pieces[self].raw for span in spans], raw[:, None])
+        blocks = [self._blocks(one, span) for one, span in zip(joined.unbind(), spans, strict=True)]
         count = self.budget // self.ratio
         if all(len(some) <= count for some in blocks):
             return None
@@ -116,14 +117,16 @@ class BlockSelection(nn.Module):
         return norm_and_rotate(self.q_layernorm, queries.view(-1, self.heads, self.dim), angles)
 
     def _blocks(self, raw: torch.Tensor, span: Span) -> torch.Tensor:
-        """The keys [blocks, dim] of all blocks that are complete with the raw keys [tokens, dim] of a span."""
+        """The keys [blocks, dim] of all blocks that are complete with a span.
+
+        raw [ratio - 1 + tokens, dim] are the raw keys of its tokens, behind those before them.
+        """
         piece: BlockKeys = span.state.pieces[self]
-        joined = piece.raw.extend(raw)
         begun = span.before % self.ratio  # raw keys of earlier spans that are in no complete block
-        first, last = span.before // self.ratio, (span.before + len(raw)) // self.ratio
+        first, last = span.before // self.ratio, (span.before + span.length) // self.ratio
         if first == last:
             return piece.complete.entries
-        members = joined[self.ratio - 1 - begun :][: (last - first) * self.ratio]
+        members = raw[self.ratio - 1 - begun :][: (last - first) * self.ratio]
         pooled = members.view(last - first, self.ratio, self.dim).mean(1, dtype=torch.float32).to(raw.dtype)
         starts = torch.arange(first, last, device=raw.device) * self.ratio
         keys = norm_and_rotate(self.k_layernorm, pooled[:, None], self.rope.angles(starts, raw.dtype))

@@ -93,12 +93,13 @@ class HyperConnection(_Mixing):
 
     def forward(self, streams: Streams, block: Callable[[torch.Tensor], torch.Tensor]) -> Streams:
         """The streams, and what `block` gives for the [tokens, hidden] mixed of them; same in what it returns."""
-        now, normed, logits = self._read(streams)
-        return Streams(now, self.streams, Given(block(self._mix(normed, streams.fused)), logits))
+        fused = streams.fused
+        now, normed, logits = self._read(streams, fused)
+        return Streams(now, self.streams, Given(block(self._mix(normed, fused)), logits))
 
-    def _read(self, streams: Streams) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _read(self, streams: Streams, fused: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The streams with what was given, their norm, and the logits of what they take, [tokens, parts, streams]."""
-        if not streams.fused:
+        if not fused:
             now = streams.now()
             normed = self.hc_norm(now)
             return now, normed, self.block_inject_weight(normed)[:, None]

@@ -246,3 +246,32 @@ def test_a_layer_selects_the_same_with_the_kernel(
         assert torch.equal(of_keys & up_to, mask)
     layer._serves = (0, 0)
     assert not any(isinstance(one, Selected) for one in found())
+
+
+def test_steps_together_keep_what_steps_alone_do(device: torch.device):
+    rope, made = Rope(1e4, 8), torch.Generator().manual_seed(3)
+    layer = BlockSelection(32, 2, 16, 400, 4, rope, 1e-6, serves=(12, 2)).requires_grad_(False).to(device)
+    for parameter in layer.parameters():
+        parameter.copy_(0.5 * torch.randn(parameter.shape, generator=made))
+    x = torch.randn(3, 10, 32, generator=made).to(device)
+    together, alone = ([State({layer: layer.new_piece(64, torch.float32, device)}, 64) for _ in x] for _ in range(2))
+
+    def step(states: list[State], tokens: torch.Tensor) -> None:
+        spans = [Span(state, i, 1, state.tokens) for i, state in enumerate(states)]
+        positions = torch.tensor([state.tokens for state in states], device=device)
+        assert layer.steps(tokens, rope.angles(positions, torch.float32), spans, positions) is None
+        for state in states:
+            state.tokens += 1
+
+    for i, state in enumerate(alone[:2]):  # one after the other, so that blocks end at different steps
+        for some in (together[i], state):
+            for token in x[i, : i + 1]:
+                step([some], token[None])
+    for at in range(8):
+        step(together, torch.stack([x[0, at + 1], x[1, at + 2], x[2, at]]))
+        for state, token in zip(alone, (x[0, at + 1], x[1, at + 2], x[2, at]), strict=True):
+            step([state], token[None])
+    for one, other in zip(together, alone, strict=True):
+        for kept, expected in zip(one.pieces[layer]._pieces(), other.pieces[layer]._pieces(), strict=True):
+            torch.testing.assert_close(kept.entries, expected.entries)
+            assert len(kept.entries) >= 2
