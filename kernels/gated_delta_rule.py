@@ -58,7 +58,7 @@ def gated_delta_rule(
     Raises Unsupported where Triton is missing, and for dimensions that have no kernel.
     """
     _check(q, k, v, beta, log_decay, chunks, memory)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    out = v.new_empty(v.shape)
     work = _work(tuple([_cut(chunk) for chunk in chunks]), q.device)
     shape = {
         **{"HEADS": v.shape[1], "EACH": v.shape[1] // k.shape[1], "KEY": k.shape[2], "VALUE": v.shape[2]},
@@ -133,7 +133,8 @@ class _Work:
 
 def _cut(chunk: Chunk) -> Chunk:
     """All that tables depend on, so that they are the same for all steps of a batch."""
-    return chunk._replace(before=chunk.before % BLOCK if chunk.length > 1 else 0)
+    start, length, before = chunk
+    return Chunk(start, length, before % BLOCK if length > 1 else 0)
 
 
 # Tables on a GPU are the same for all layers, and for all steps of a batch.

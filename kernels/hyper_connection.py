@@ -119,7 +119,7 @@ def blend(gate: torch.Tensor, normed: torch.Tensor, count: int) -> torch.Tensor:
     assert gate.is_contiguous(), "the gate is not contiguous"
     _check(normed, count, None, None)
     tokens, hidden = normed.shape[0], normed.shape[1] // count
-    out = torch.empty(tokens, hidden, dtype=normed.dtype, device=normed.device)
+    out = normed.new_empty(tokens, hidden)
     width, warps = BLEND
     width = min(width, _power(hidden))
     _bodies().blend[(tokens, -(-hidden // width))](
@@ -131,7 +131,7 @@ def blend(gate: torch.Tensor, normed: torch.Tensor, count: int) -> torch.Tensor:
 def _mixed(low: torch.Tensor, up: torch.Tensor, normed: torch.Tensor, count: int, config: Config) -> torch.Tensor:
     _check_mix(low, up, normed, count)
     tokens, hidden = normed.shape[0], normed.shape[1] // count
-    out = torch.empty(tokens, hidden, dtype=normed.dtype, device=normed.device)
+    out = normed.new_empty(tokens, hidden)
     _bodies().mix[(-(-tokens // config.rows), -(-hidden // config.width))](
         *(low if config.activate else functional.silu(low / count), up, normed, out, tokens),
         STREAMS=count,

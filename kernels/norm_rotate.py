@@ -35,7 +35,7 @@ def norm_rotate(
     """
     _check(x, weight, angles)
     tokens, heads, dim = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     rows = max(1, _ELEMENTS // dim)
     _bodies().turn[(-(-tokens * heads // rows),)](
         *(x, weight, *angles, out, tokens * heads, eps, offset),

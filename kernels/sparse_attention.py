@@ -139,7 +139,7 @@ def _launch(
     groups = -(-tokens // group)
     slots = keys if selected is None else selected.entries.shape[1] * selected.ratio
     parts, span = _parts(groups * kv_heads, slots, config.keys)
-    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    out = q.new_empty(tokens, heads, dim)
     partial = weights = out
     if parts > 1:
         partial = torch.empty(groups, kv_heads, parts, rows, dim, device=q.device)
