@@ -56,7 +56,7 @@ def convolve(
     rows, width, warps = CONVOLVE
     width = min(width, _power(channels))
     blocks = blocks_of(tuple(spans), rows, inputs.device)
-    out = torch.empty_like(inputs)
+    out = inputs.new_empty(tokens, channels)  # not like the inputs, of which a single one may have any stride
     _bodies().convolve[(blocks.shape[0], -(-channels // width))](
         *(inputs, weight, blocks, history[0], places_of(history), out),
         CHANNELS=channels,
