@@ -8,6 +8,8 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from lazyio.kernels.pages import Entries
+
 
 class Piece(Protocol):
     """One part of the state, of one layer."""
@@ -97,14 +99,9 @@ class Growing:
     def append_each(pieces: Sequence[Any], new: torch.Tensor) -> list[torch.Tensor]:
         """`append` for several sequences, one token of each: new [sequences, *shape].
 
-        Windows are written to together; pieces of other kinds, which take the place of these, as their own
-        `append_together` does, or one by one.
+        Windows are written to together, pieces of other kinds, which take the place of these, one by one.
         """
         if not all(isinstance(piece, Growing) for piece in pieces):
-            kind = type(pieces[0])
-            if hasattr(kind, "append_together") and all(type(piece) is kind for piece in pieces):
-                own: list[torch.Tensor] = kind.append_together(pieces, new)
-                return own
             return [piece.append(entry) for piece, entry in zip(pieces, new[:, None], strict=True)]
         full = any(piece._length == len(piece._entries) for piece in pieces)
         assert not full, "a sequence outgrew the capacity of its state"
@@ -113,6 +110,18 @@ class Growing:
         for piece in pieces:
             piece._length += 1
         return [piece.entries for piece in pieces]
+
+    @staticmethod
+    def put_each(kinds: Sequence[Sequence[Growing]], new: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
+        """Add entries of several kinds, as keys and values: to one sequence, or one to each of several.
+
+        new [entries, *shape] of each kind; positions int64 [entries], of the tokens, are for pieces of other kinds.
+        """
+        for pieces, entries in zip(kinds, new, strict=True):
+            if len(pieces) == 1:
+                pieces[0].append(entries)
+            else:
+                Growing.append_each(pieces, entries)
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Add the entries [n, *shape] of the next tokens; return those of all tokens, a view."""
@@ -126,6 +135,11 @@ class Growing:
     def entries(self) -> torch.Tensor:
         """Those of all tokens so far, a view."""
         return self._entries[: self._length]
+
+    @property
+    def lie(self) -> Entries:
+        """The same for a kernel, which takes them where they lie."""
+        return self.entries
 
     @property
     def nbytes(self) -> int:

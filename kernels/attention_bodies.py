@@ -15,6 +15,7 @@ import triton
 from triton import language as tl
 
 from lazyio.kernels.block_selection import BITS as _BITS
+from lazyio.kernels.page_bodies import of_each, page_of, pages_of, rows_of, table_of
 
 BITS = tl.constexpr(_BITS)
 
@@ -22,12 +23,14 @@ BITS = tl.constexpr(_BITS)
 @triton.jit(do_not_specialize=["tokens", "before", "size", "span", "capacity"])
 def attend(
     q: tl.tensor,  # [tokens, HEADS, DIM]
-    k: tl.tensor,  # [keys, HEADS / EACH, DIM]
+    k: tl.tensor,  # [keys, HEADS / EACH, DIM], or that of each page
     v: tl.tensor,
+    table: tl.tensor,  # int64 [pages], where PAGE
     entries: tl.tensor,  # int32 [groups, capacity]: the blocks that tokens of a group see, where SELECTED
     counts: tl.tensor,  # int32 [groups]
     positions: tl.tensor,  # int64 [tokens], where STEPS
     places: tl.tensor,  # int64 [2, tokens], where STEPS: of keys and of values, in units of 16 bytes from `k` and `v`
+    #   where PAGE int64 [tokens]: of tables, from `table`
     out: tl.tensor,  # [tokens, HEADS, DIM]
     partial: tl.tensor,  # float32 [groups, HEADS / EACH, parts, ROWS, DIM], where SPLIT
     weights: tl.tensor,  # float32 [groups, HEADS / EACH, parts, 2, ROWS]
@@ -50,13 +53,18 @@ def attend(
     SPLIT: tl.constexpr,
     STEPS: tl.constexpr,  # whether tokens are of a sequence each; a group is one then
     UNIT: tl.constexpr,  # elements of 16 bytes
+    PAGE: tl.constexpr,  # keys of a page, a multiple of KEYS; 0 where k and v are windows
+    PAGE_STRIDE: tl.constexpr,  # elements from a page to the next, of keys and of values
 ) -> None:
     """Of a group of tokens, a head of keys and a part of the keys that they see."""
     group = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys first
     if STEPS:
         before = tl.load(positions + group).to(tl.int32) - group
-        k += tl.load(places + group) * UNIT
-        v += tl.load(places + tokens + group) * UNIT
+        if PAGE:
+            table = table_of(table, places, group)
+        else:
+            k += tl.load(places + group) * UNIT
+            v += tl.load(places + tokens + group) * UNIT
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
     token = group * size + row // EACH
     live = (row < size * EACH) & (token < tokens)
@@ -79,19 +87,22 @@ def attend(
         whole = _whole(start, tl.minimum(stop, complete * RATIO), KEYS)
         lane, within, bit = tl.arange(0, KEYS // RATIO), tl.arange(0, KEYS) % RATIO, 1 << tl.minimum(row // EACH, 31)
         for at in range(start, whole, KEYS):
-            entry = _of_keys(tl.load(entries + at // RATIO + lane), RATIO)
+            blocks = tl.load(entries + at // RATIO + lane)
+            entry = of_each(blocks, RATIO)
             position = (entry >> BITS) * RATIO + within
             allowed = (entry[None, :] & bit[:, None]) != 0
-            found, most, total = _tile(
-                queries, k, v, position, end, allowed, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, True, False
-            )
+            page = pages_of(table, (blocks >> BITS) * RATIO, RATIO, PAGE)
+            keys, values = _lie(k, v, page, position, DIM, K_STRIDE, V_STRIDE, PAGE, PAGE_STRIDE)
+            found, most, total = _tile(queries, keys, values, position, allowed, found, most, total, scale, True, False)
         for at in range(whole, stop, KEYS):
             slot = at + tl.arange(0, KEYS)
             entry = tl.load(entries + slot // RATIO, mask=slot < stop, other=0)
             position = (entry >> BITS) * RATIO + within
             allowed = ((entry[None, :] & bit[:, None]) != 0) & (position[None, :] <= last[:, None])
+            page = pages_of(table, position, 1, PAGE)
+            keys, values = _lie(k, v, page, position, DIM, K_STRIDE, V_STRIDE, PAGE, PAGE_STRIDE)
             found, most, total = _tile(
-                queries, k, v, position, end, allowed, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, True, True
+                queries, keys, values, position < end, allowed, found, most, total, scale, True, True
             )
     else:
         stop = tl.minimum(start + span, end)
@@ -99,14 +110,18 @@ def attend(
         whole = _whole(start, tl.minimum(stop, before + group * size + 1), KEYS)
         for at in range(start, whole, KEYS):
             position = at + tl.arange(0, KEYS)
+            page = page_of(table, at, PAGE)
+            keys, values = _lie(k, v, page, position, DIM, K_STRIDE, V_STRIDE, PAGE, PAGE_STRIDE)
             found, most, total = _tile(
-                queries, k, v, position, end, position, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, False, False
+                queries, keys, values, position, position, found, most, total, scale, False, False
             )
         for at in range(whole, stop, KEYS):
             position = at + tl.arange(0, KEYS)
             allowed = (position[None, :] <= last[:, None]) & (position[None, :] < stop)
+            page = page_of(table, at, PAGE)
+            keys, values = _lie(k, v, page, position, DIM, K_STRIDE, V_STRIDE, PAGE, PAGE_STRIDE)
             found, most, total = _tile(
-                queries, k, v, position, end, allowed, found, most, total, scale, DIM, K_STRIDE, V_STRIDE, True, True
+                queries, keys, values, position < end, allowed, found, most, total, scale, True, True
             )
     if SPLIT:
         part = (group * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
@@ -121,34 +136,44 @@ def attend(
 
 
 @triton.jit
-def _tile(
-    queries: tl.tensor,
+def _lie(
     k: tl.tensor,
     v: tl.tensor,
+    page: tl.tensor,  # one for all, or [KEYS, 1]
     position: tl.tensor,  # [KEYS], in the sequence
-    end: tl.tensor,  # of the positions that have keys
+    DIM: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where the keys and values of positions lie, [KEYS, DIM] each."""
+    dim = tl.arange(0, DIM)[None, :]
+    keys = rows_of(k + dim, page, position, K_STRIDE, PAGE, PAGE_STRIDE)
+    return keys, rows_of(v + dim, page, position, V_STRIDE, PAGE, PAGE_STRIDE)
+
+
+@triton.jit
+def _tile(
+    queries: tl.tensor,
+    keys: tl.tensor,  # where they lie, [KEYS, DIM]
+    values: tl.tensor,
+    there: tl.tensor,  # bool [KEYS], where ENDS: what lies behind the end was never written
     allowed: tl.tensor,  # bool [ROWS, KEYS], where MASKED
     found: tl.tensor,
     most: tl.tensor,
     total: tl.tensor,
     scale: tl.tensor,
-    DIM: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
     MASKED: tl.constexpr,
-    ENDS: tl.constexpr,  # whether positions may lie behind the end
+    ENDS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """`found`, `most` and `total` with a tile of keys more."""
-    dim = tl.arange(0, DIM)[None, :]
-    place = _row_of(position).to(tl.int64)[:, None]
     if ENDS:
-        # What lies behind the end was never written, and 0 times that need not be 0.
-        there = (position < end)[:, None]
-        keys = tl.load(k + dim + place * K_STRIDE, mask=there, other=0.0)
-        values = tl.load(v + dim + place * V_STRIDE, mask=there, other=0.0)
+        # 0 times what was never written need not be 0.
+        keys = tl.load(keys, mask=there[:, None], other=0.0)
+        values = tl.load(values, mask=there[:, None], other=0.0)
     else:
-        keys = tl.load(k + dim + place * K_STRIDE)
-        values = tl.load(v + dim + place * V_STRIDE)
+        keys, values = tl.load(keys), tl.load(values)
     scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
@@ -161,22 +186,9 @@ def _tile(
 
 
 @triton.jit
-def _of_keys(entry: tl.tensor, RATIO: tl.constexpr) -> tl.tensor:
-    """Entries [n] of blocks as those of their keys, [n * RATIO]."""
-    blocks: tl.constexpr = entry.shape[0]
-    return tl.reshape(tl.broadcast_to(entry[:, None], (blocks, RATIO)), (blocks * RATIO,))
-
-
-@triton.jit
 def _whole(start: tl.tensor, stop: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
     """The end of the last of the whole tiles from `start` that lie before `stop`."""
     return start + tl.maximum(stop - start, 0) // KEYS * KEYS
-
-
-@triton.jit
-def _row_of(position: tl.tensor) -> tl.tensor:
-    """Where in a cache the key at a position of the sequence lies: in a window, at its position."""
-    return position
 
 
 @triton.jit(do_not_specialize=["size", "parts"])

@@ -15,7 +15,8 @@ import torch
 
 from lazyio.errors import Unsupported
 from lazyio.kernels.contract import Case, Kernel, bodies
-from lazyio.kernels.places import UNIT, places
+from lazyio.kernels.pages import Entries, Pages, check_pages, found_by, places_of
+from lazyio.kernels.places import UNIT
 
 #: Of an entry, the lowest bits: which tokens of a group see the block.
 BITS = 10
@@ -79,15 +80,13 @@ def supports(dim: int, blocks: int) -> bool:
     return dim in _DIMS and blocks < MOST_BLOCKS
 
 
-def select_blocks(
-    queries: torch.Tensor, keys: torch.Tensor, before: int, *, count: int, ratio: int, group: int
-) -> Selected:
+def select_blocks(queries: torch.Tensor, keys: Entries, before: int, *, count: int, ratio: int, group: int) -> Selected:
     """The blocks that tokens see, which follow on the `before` ones of their sequence; never waits.
 
     queries [tokens, heads, dim] and keys [blocks, dim], of the complete blocks: float32, bfloat16 or float16, of one
-    dtype, contiguous. A block's score is the sum over heads of relu(q_h . k) in float32. Of the blocks that are
-    complete with a token it sees the `count` with the highest scores, of equal ones the first; and the block that it
-    lies in.
+    dtype, contiguous; keys may lie in pages. A block's score is the sum over heads of relu(q_h . k) in float32. Of the
+    blocks that are complete with a token it sees the `count` with the highest scores, of equal ones the first; and the
+    block that it lies in.
     Raises Unsupported where Triton is missing, and for what has no kernel.
     """
     _check(queries, keys, count, group)
@@ -104,7 +103,7 @@ def select_blocks(
 
 
 def select_steps(
-    queries: torch.Tensor, keys: Sequence[torch.Tensor], positions: torch.Tensor, *, count: int, ratio: int
+    queries: torch.Tensor, keys: Sequence[Entries], positions: torch.Tensor, *, count: int, ratio: int
 ) -> Selected:
     """`select_blocks` for one token of each of several sequences: `group` is 1.
 
@@ -130,12 +129,12 @@ def _empty(queries: torch.Tensor, columns: int, count: int, ratio: int, group: i
 
 def block_scores(
     queries: torch.Tensor,
-    keys: torch.Tensor,
+    keys: Entries,
     before: int,
     *,
     ratio: int,
     width: int,
-    steps: tuple[Sequence[torch.Tensor], torch.Tensor] | None = None,
+    steps: tuple[Sequence[Entries], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The scores of blocks that are complete with each query, float32 [tokens, width]; others are not set.
 
@@ -146,9 +145,10 @@ def block_scores(
     config = SCORE[queries.dtype == torch.float32]
     rows = config.rows if steps is None and tokens > 16 else 16
     language = _bodies().tl
-    first, positions, lie = (keys, scores, scores) if steps is None else (steps[0][0], steps[1], places(steps[0]))
+    first, positions, lie = (keys, scores, scores) if steps is None else (steps[0][0], steps[1], places_of(steps[0]))
+    lies, table, paging = found_by(first)
     _bodies().score[(-(-keys.shape[0] // config.columns) or 1, -(-tokens // rows) if steps is None else tokens)](
-        *(queries, first, scores, positions, lie, tokens, before, width),
+        *(queries, lies, table, scores, positions, lie, tokens, before, width),
         STEPS=steps is not None,
         RATIO=ratio,
         HEADS=heads,
@@ -157,6 +157,7 @@ def block_scores(
         COLUMNS=config.columns,
         OPERAND=language.bfloat16 if queries.dtype == torch.bfloat16 else language.float32,
         UNIT=UNIT // queries.element_size(),
+        **paging,
         num_warps=config.warps,
     )
     return scores
@@ -219,7 +220,7 @@ def _bodies() -> Any:
     return bodies("selection_bodies", "the kernel of block selection")
 
 
-def _check(queries: torch.Tensor, keys: torch.Tensor, count: int, group: int) -> None:
+def _check(queries: torch.Tensor, keys: Entries, count: int, group: int) -> None:
     dim, blocks = queries.shape[2], keys.shape[0]
     if not supports(dim, blocks) or queries.dtype not in _DTYPES:
         raise Unsupported(
@@ -233,15 +234,21 @@ def _check(queries: torch.Tensor, keys: torch.Tensor, count: int, group: int) ->
     assert keys.is_contiguous(), "keys are not contiguous"
     assert 0 < group <= BITS, "an entry has a bit for each token of a group"
     assert count > 0, "no block may be chosen"
+    if isinstance(keys, Pages):
+        check_pages(([keys],))
 
 
-def _check_steps(queries: torch.Tensor, keys: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
+def _check_steps(queries: torch.Tensor, keys: Sequence[Entries], positions: torch.Tensor) -> None:
     assert queries.shape[0] == len(keys), "there is a query for each sequence"
     assert positions.shape == (len(keys),), "positions are [sequences]"
     assert positions.dtype == torch.int64, "positions are int64"
     assert positions.is_contiguous(), "positions are not contiguous"
     assert positions.device == queries.device, "positions are on another device"
+    if isinstance(keys[0], Pages):
+        check_pages((keys,))
+        return
     for one in keys:
+        assert isinstance(one, torch.Tensor), "some lie in pages, and some do not"
         assert one.shape[1:] == queries.shape[2:], "keys are [blocks, dim]"
         assert one.dtype == queries.dtype, "queries and keys are of one dtype"
         assert one.device == queries.device, "queries and keys are on different devices"

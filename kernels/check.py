@@ -27,6 +27,7 @@ NAMES = (
     "moe",
     "norm_rotate",
     "packed_matmul",
+    "paged_attention",
     "ple_block",
     "route",
     "sparse_attention",

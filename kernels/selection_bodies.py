@@ -13,14 +13,17 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from lazyio.kernels.page_bodies import page_of, pages_of, rows_of, table_of
+
 
 @triton.jit(do_not_specialize=["tokens", "before"])
 def score(
     queries: tl.tensor,  # [tokens, HEADS, DIM]
-    keys: tl.tensor,  # [blocks, DIM]
+    keys: tl.tensor,  # [blocks, DIM], or that of each page
+    table: tl.tensor,  # int64 [pages], where PAGE
     scores: tl.tensor,  # float32 [tokens, width]
     positions: tl.tensor,  # int64 [tokens], where STEPS
-    places: tl.tensor,  # int64 [tokens], where STEPS: where the keys of each lie, in units of 16 bytes from `keys`
+    places: tl.tensor,  # int64 [tokens], where STEPS: of keys, or where PAGE of tables, in units of 16 bytes from these
     tokens: tl.tensor,
     before: tl.tensor,  # tokens of the sequence before the first of these
     width: tl.tensor,
@@ -32,20 +35,28 @@ def score(
     COLUMNS: tl.constexpr,
     OPERAND: tl.constexpr,  # dtype that they are multiplied in
     UNIT: tl.constexpr,  # elements of 16 bytes
+    PAGE: tl.constexpr,  # blocks of a page, of which COLUMNS are a part or a multiple; 0 where keys are a window
+    PAGE_STRIDE: tl.constexpr,
 ) -> None:
     """Of some queries and blocks: the sum over heads, in order, of relu(q . k). What no query sees is left as it is."""
     first, count = tl.program_id(1) * ROWS, ROWS
     if STEPS:
         first, count = tl.program_id(1), 1
         before = tl.load(positions + first).to(tl.int32) - first
-        keys += tl.load(places + first) * UNIT
+        if PAGE:
+            table = table_of(table, places, first)
+        else:
+            keys += tl.load(places + first) * UNIT
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     tokens = tl.minimum(first + count, tokens)
     blocks = (before + tokens) // RATIO
     if tl.program_id(0) * COLUMNS < blocks:
-        dim = tl.arange(0, DIM)
-        of_blocks = tl.load(keys + column[:, None] * DIM + dim[None, :], mask=column[:, None] < blocks, other=0.0)
+        dim, page = tl.arange(0, DIM), 0
+        if PAGE:
+            page = _page_of(table, tl.program_id(0) * COLUMNS, blocks, COLUMNS, PAGE)
+        lie = rows_of(keys, page, column, DIM, PAGE, PAGE_STRIDE) + dim[None, :]
+        of_blocks = tl.load(lie, mask=column[:, None] < blocks, other=0.0)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for head in range(HEADS):
             place = queries + row[:, None] * (HEADS * DIM) + head * DIM + dim[None, :]
@@ -54,6 +65,19 @@ def score(
             total += tl.maximum(found, 0.0)
         inside = (row[:, None] < tokens) & (column[None, :] < blocks)
         tl.store(scores + row[:, None] * width + column[None, :], total, mask=inside)
+
+
+@triton.jit
+def _page_of(
+    table: tl.tensor, first: tl.tensor, blocks: tl.tensor, COLUMNS: tl.constexpr, PAGE: tl.constexpr
+) -> tl.tensor:
+    """The page of blocks in a row from the `first`, which is there; [COLUMNS, 1] where a page has fewer."""
+    if COLUMNS <= PAGE:
+        page = page_of(table, first, PAGE)
+    else:
+        begins = first + tl.arange(0, COLUMNS // PAGE) * PAGE
+        page = pages_of(table, tl.minimum(begins, blocks - 1), PAGE, PAGE)
+    return page
 
 
 @triton.jit(do_not_specialize=["before", "count"])

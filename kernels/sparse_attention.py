@@ -17,7 +17,8 @@ import torch
 from lazyio.errors import Unsupported
 from lazyio.kernels.block_selection import BITS, Selected
 from lazyio.kernels.contract import Case, Kernel, bodies, processors, shared_bytes
-from lazyio.kernels.places import UNIT, places
+from lazyio.kernels.pages import PAGE, Entries, Pages, check_pages, found_by, places_of
+from lazyio.kernels.places import UNIT
 
 _DIMS = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,11 +74,11 @@ def _even(tokens: int, most: int, kv_heads: int, processors: int) -> int:
     return -(-tokens // (rounds * processors // kv_heads))
 
 
-def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+def attend_causal(q: torch.Tensor, k: Entries, v: Entries, *, scale: float) -> torch.Tensor:
     """softmax(q k^T * scale over the keys up to each token) v: [tokens, heads, dim], in the dtype of q; never waits.
 
     q [tokens, heads, dim] of the last tokens of k and v [keys, kv_heads, dim], each of which serves heads / kv_heads
-    query heads in order: float32, bfloat16 or float16, of one dtype. Tokens may lie apart.
+    query heads in order: float32, bfloat16 or float16, of one dtype. Tokens may lie apart, or k and v in pages.
     Raises Unsupported where Triton is missing, and for what has no kernel.
     """
     _check(q, k, v)
@@ -88,9 +89,7 @@ def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: f
     return _launch(q, k, v, k.shape[0], None, scale, config, group)
 
 
-def attend_selected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selected: Selected, *, scale: float
-) -> torch.Tensor:
+def attend_selected(q: torch.Tensor, k: Entries, v: Entries, selected: Selected, *, scale: float) -> torch.Tensor:
     """`attend_causal` over the keys in selected blocks alone. Every token must see a key."""
     _check(q, k, v)
     tokens = q.shape[0]
@@ -103,8 +102,8 @@ def attend_selected(
 
 def attend_steps(
     q: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
+    keys: Sequence[Entries],
+    values: Sequence[Entries],
     positions: torch.Tensor,
     selected: Selected | None,
     *,
@@ -118,15 +117,15 @@ def attend_steps(
     longest = max(range(len(keys)), key=lambda i: keys[i].shape[0])
     _check(q[:1], keys[longest], values[longest])
     _check_steps(q, keys, values, positions)
-    steps = (positions, torch.cat([places(keys), places(values)]))
+    steps = (positions, places_of(keys, values))
     config = _fitting(STEP, q.dtype, q.device)
     return _launch(q, keys[0], values[0], keys[longest].shape[0], selected, scale, config, 1, steps)
 
 
 def _launch(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Entries,
+    v: Entries,
     keys: int,
     selected: Selected | None,
     scale: float,
@@ -146,16 +145,18 @@ def _launch(
         weights = torch.empty(groups, kv_heads, parts, 2, rows, device=q.device)
     shape = {"HEADS": heads, "EACH": heads // kv_heads, "DIM": dim, "ROWS": rows}
     lists = (out, out) if selected is None else (selected.entries, selected.counts)
+    (k_lie, table, paging), (v_lie, *_) = found_by(k), found_by(v)
     _bodies().attend[(groups, kv_heads, parts)](
-        *(q, k, v, *lists, *(steps or (out, out)), out, partial, weights, tokens, keys - tokens),
+        *(q, k_lie, v_lie, table, *lists, *(steps or (out, out)), out, partial, weights, tokens, keys - tokens),
         *(group, span, lists[0].shape[1], scale * math.log2(math.e)),
-        **{**shape, "Q_STRIDE": q.stride(0), "K_STRIDE": k.stride(0), "V_STRIDE": v.stride(0)},
+        **{**shape, "Q_STRIDE": q.stride(0), "K_STRIDE": k.stride()[0], "V_STRIDE": v.stride()[0]},
         KEYS=config.keys,
         RATIO=1 if selected is None else selected.ratio,
         SELECTED=selected is not None,
         SPLIT=parts > 1,
         STEPS=steps is not None,
         UNIT=UNIT // q.element_size(),
+        **paging,
         num_warps=config.warps,
         num_stages=config.stages,
     )
@@ -185,7 +186,7 @@ def _bodies() -> Any:
     return bodies("attention_bodies", "the kernel of attention")
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check(q: torch.Tensor, k: Entries, v: Entries) -> None:
     (tokens, heads, dim), (keys, kv_heads, _) = q.shape, k.shape
     if not supports(heads, kv_heads, dim) or q.dtype not in _DTYPES:
         raise Unsupported(
@@ -197,16 +198,21 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     assert q.dtype == k.dtype == v.dtype, "q, k and v are of one dtype"
     assert q.device == k.device == v.device, "q, k and v are on different devices"
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (dim, 1), "q, k or v of a token is not contiguous"
+    if isinstance(k, Pages) or isinstance(v, Pages):
+        check_pages(([k], [v]))
+        (_, _, paging), (_, _, other) = found_by(k), found_by(v)
+        assert paging["PAGE"] == other["PAGE"] == PAGE, f"a page has {PAGE} keys and values"
 
 
-def _check_steps(
-    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], positions: torch.Tensor
-) -> None:
+def _check_steps(q: torch.Tensor, keys: Sequence[Entries], values: Sequence[Entries], positions: torch.Tensor) -> None:
     assert q.shape[0] == len(keys) == len(values), "there are a query, keys and values for each sequence"
     assert positions.shape == (len(keys),), "positions are [sequences]"
     assert positions.dtype == torch.int64, "positions are int64"
     assert positions.is_contiguous(), "positions are not contiguous"
     assert positions.device == q.device, "positions are on another device"
+    if isinstance(keys[0], Pages):
+        check_pages((keys, values))
+        return
     for k, v in zip(keys, values, strict=True):
         assert k.shape == v.shape, "keys and values are [keys, kv_heads, dim]"
         for of_first, one in ((keys[0], k), (values[0], v)):
@@ -214,6 +220,7 @@ def _check_steps(
             assert one.stride() == of_first.stride(), "layouts of sequences differ"
             assert one.dtype == q.dtype, "q, k and v are of one dtype"
             assert one.device == q.device, "q, k and v are on different devices"
+            assert isinstance(one, torch.Tensor), "some lie in pages, and some do not"
             assert one.data_ptr() % UNIT == 0, "keys and values begin at a multiple of 16 bytes"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 from typing import Self
 
 import torch
@@ -13,6 +11,8 @@ import torch
 from lazyio.engine.kv.pool import PAGE
 from lazyio.engine.kv.tables import Table
 from lazyio.engine.state import Growing, Recurrent, Sliding
+from lazyio.kernels.contract import usable
+from lazyio.kernels.pages import Pages, write
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -33,20 +33,51 @@ class Paged:
         self.plane, self.table, self._length = plane, table, length
 
     @staticmethod
-    def append_together(pieces: Sequence[Paged], new: torch.Tensor) -> list[torch.Tensor]:
-        """`append` for several sequences of one layer, one entry of each: new [sequences, *shape]."""
-        plane = pieces[0].plane
-        assert all(piece.plane is plane for piece in pieces), "pieces are of different layers"
-        torch._foreach_copy_([piece._next() for piece in pieces], list(new.unbind()))
-        for piece in pieces:
-            piece._length += 1
-        counts = tuple([piece._pages for piece in pieces])
-        found = plane.index_select(0, _joined(tuple([piece.table for piece in pieces]), counts)).flatten(0, 1)
-        starts = accumulate((count * plane.shape[1] for count in counts), initial=0)
-        return [found[start : start + piece._length] for start, piece in zip(starts, pieces, strict=False)]
+    def put_each(kinds: Sequence[Sequence[Paged]], new: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
+        """See `Growing`. Where there are kernels, all kinds take one launch, and pages are looked up on the device."""
+        if usable(positions.device):
+            count = positions.shape[0] // len(kinds[0])
+            write(new, [[piece._grown(count) for piece in pieces] for pieces in kinds], positions)
+            return
+        for pieces, entries in zip(kinds, new, strict=True):
+            for piece, own in zip(pieces, entries.chunk(len(pieces)), strict=True):
+                piece._put(own)
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Add the entries [n, *shape] of the next tokens; return those of all tokens, a copy."""
+        self._put(new)
+        return self.entries
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """Those of all tokens so far, a copy."""
+        return self.lie.gathered()
+
+    @property
+    def lie(self) -> Pages:
+        """The same for a kernel, which takes them where they lie."""
+        return Pages(self.plane, self.table.device, self._length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return len(self.table.host.pages) * self.plane[0].nbytes
+
+    def clone(self) -> Growing:
+        """A copy in memory of its own."""
+        entries = self.entries
+        room = len(self.table.host.pages) * self.plane.shape[1]
+        copy = Growing(room, *entries.shape[1:], dtype=entries.dtype, device=entries.device)
+        copy.append(entries)
+        return copy
+
+    def _grown(self, count: int) -> Pages:
+        """Those of so many tokens more, of which nothing is written yet."""
+        self._length += count
+        assert self._length <= len(self.table.host.pages) * self.plane.shape[1], "a sequence outgrew its claim"
+        return self.lie
+
+    def _put(self, new: torch.Tensor) -> None:
         each, done = self.plane.shape[1], 0
         pages = self.table.host
         assert self._length + len(new) <= pages.capacity // (PAGE // each), "a sequence outgrew its claim"
@@ -62,43 +93,6 @@ class Paged:
                 self.plane[first, start : start + count] = new[done : done + count]
             self._length += count
             done += count
-        return self.entries
-
-    @property
-    def entries(self) -> torch.Tensor:
-        """Those of all tokens so far, a copy."""
-        return self.plane.index_select(0, self.table.device[: self._pages]).flatten(0, 1)[: self._length]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return len(self.table.host.pages) * self.plane[0].nbytes
-
-    def clone(self) -> Growing:
-        """A copy in memory of its own."""
-        entries = self.entries
-        room = len(self.table.host.pages) * self.plane.shape[1]
-        copy = Growing(room, *entries.shape[1:], dtype=entries.dtype, device=entries.device)
-        copy.append(entries)
-        return copy
-
-    @property
-    def _pages(self) -> int:
-        """Pages with entries."""
-        return -(-self._length // self.plane.shape[1])
-
-    def _next(self) -> torch.Tensor:
-        """Where the next entry lies."""
-        number, start = divmod(self._length, self.plane.shape[1])
-        assert number < len(self.table.host.pages), "a sequence outgrew its claim"
-        return self.plane[int(self.table.host.pages[number]), start]
-
-
-# Lanes get another page only once in so many steps.
-@lru_cache(maxsize=64)
-def _joined(tables: tuple[LaneTable, ...], counts: tuple[int, ...]) -> torch.Tensor:
-    """The first pages of several tables behind each other, on the device."""
-    return torch.cat([table.device[:count] for table, count in zip(tables, counts, strict=True)])
 
 
 class Window(Sliding):

@@ -79,15 +79,16 @@ class BlockSelection(nn.Module):
         blocks or fewer, none is left out. Where there are kernels, no mask is made, but lists of blocks.
         """
         queries, raw = self.index_qk_proj(x).split([self.heads * self.dim, self.dim], -1)
-        blocks = self._blocks(span.state.pieces[self].raw.extend(raw), span)
-        if len(blocks) <= self.budget // self.ratio:
+        complete = self._extended(span.state.pieces[self].raw.extend(raw), span)
+        blocks = self._count(span)
+        if blocks <= self.budget // self.ratio:
             return None
         queries = self._turned(queries, angles)
-        if self._serves[0] and usable(x.device) and supports(self.dim, len(blocks)):
+        if self._serves[0] and usable(x.device) and supports(self.dim, blocks):
             sizes = {"count": self.budget // self.ratio, "ratio": self.ratio}
             group = group_of(span.length, *self._serves, x.dtype, x.device)
-            return select_blocks(queries, blocks, span.before, group=group, **sizes)
-        return self._allowed(queries, blocks, span)
+            return select_blocks(queries, complete.lie, span.before, group=group, **sizes)
+        return self._allowed(queries, complete.entries, span)
 
     def has_kernel(self, spans: Sequence[Span], device: torch.device) -> bool:
         """Whether `steps` can take these."""
@@ -107,30 +108,35 @@ class BlockSelection(nn.Module):
         """
         queries, raw = self.index_qk_proj(x).split([self.heads * self.dim, self.dim], -1)
         joined = Recent.extend_each([span.state.pieces[self].raw for span in spans], raw[:, None])
-        blocks = [self._blocks(one, span) for one, span in zip(joined.unbind(), spans, strict=True)]
+        complete = [self._extended(one, span) for one, span in zip(joined.unbind(), spans, strict=True)]
         count = self.budget // self.ratio
-        if all(len(some) <= count for some in blocks):
+        if all(self._count(span) <= count for span in spans):
             return None
+        blocks = [piece.lie for piece in complete]
         return select_steps(self._turned(queries, angles), blocks, positions, count=count, ratio=self.ratio)
 
     def _turned(self, queries: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return norm_and_rotate(self.q_layernorm, queries.view(-1, self.heads, self.dim), angles)
 
-    def _blocks(self, raw: torch.Tensor, span: Span) -> torch.Tensor:
+    def _count(self, span: Span) -> int:
+        """How many blocks are complete with a span."""
+        return (span.before + span.length) // self.ratio
+
+    def _extended(self, raw: torch.Tensor, span: Span) -> Growing:
         """The keys [blocks, dim] of all blocks that are complete with a span.
 
         raw [ratio - 1 + tokens, dim] are the raw keys of its tokens, behind those before them.
         """
         piece: BlockKeys = span.state.pieces[self]
         begun = span.before % self.ratio  # raw keys of earlier spans that are in no complete block
-        first, last = span.before // self.ratio, (span.before + span.length) // self.ratio
-        if first == last:
-            return piece.complete.entries
-        members = raw[self.ratio - 1 - begun :][: (last - first) * self.ratio]
-        pooled = members.view(last - first, self.ratio, self.dim).mean(1, dtype=torch.float32).to(raw.dtype)
-        starts = torch.arange(first, last, device=raw.device) * self.ratio
-        keys = norm_and_rotate(self.k_layernorm, pooled[:, None], self.rope.angles(starts, raw.dtype))
-        return piece.complete.append(keys[:, 0])
+        first, last = span.before // self.ratio, self._count(span)
+        if first < last:
+            members = raw[self.ratio - 1 - begun :][: (last - first) * self.ratio]
+            pooled = members.view(last - first, self.ratio, self.dim).mean(1, dtype=torch.float32).to(raw.dtype)
+            starts = torch.arange(first, last, device=raw.device) * self.ratio
+            keys = norm_and_rotate(self.k_layernorm, pooled[:, None], self.rope.angles(starts, raw.dtype))
+            piece.complete.put_each(((piece.complete,),), (keys[:, 0],), starts)
+        return piece.complete
 
     def _allowed(self, queries: torch.Tensor, blocks: torch.Tensor, span: Span) -> torch.Tensor:
         """The mask for queries [tokens, heads, dim] that have more blocks [blocks, dim] than they may see."""

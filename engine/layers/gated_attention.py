@@ -17,7 +17,7 @@ from lazyio.engine.state import Composite, Growing
 from lazyio.engine.ubatch import Span, Ubatch, together
 from lazyio.kernels.block_selection import Selected
 from lazyio.kernels.contract import usable
-from lazyio.kernels.sparse_attention import attend_selected, attend_steps, supports
+from lazyio.kernels.sparse_attention import attend_causal, attend_selected, attend_steps, supports
 
 
 @dataclass(slots=True)
@@ -26,6 +26,12 @@ class KeysValues(Composite):
 
     keys: Growing
     values: Growing
+
+    @staticmethod
+    def put_each(pieces: Sequence[KeysValues], k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
+        """Add those of the next tokens: of one sequence, or of one token of each of several."""
+        kinds = [piece.keys for piece in pieces], [piece.values for piece in pieces]
+        kinds[0][0].put_each(kinds, (k, v), positions)
 
 
 class GatedAttention(nn.Module):
@@ -72,7 +78,7 @@ class GatedAttention(nn.Module):
         found = [
             self._attend_steps(spans, x, angles, ubatch.positions, q, k, v)
             if self._takes(spans, x.device)
-            else _joined([self._attend(span, x, angles, q, k, v) for span in spans])
+            else _joined([self._attend(span, x, angles, ubatch.positions, q, k, v) for span in spans])
             for spans in together(ubatch.spans)
         ]
         y: torch.Tensor = self.o_proj((_joined(found) * gate.sigmoid()).flatten(1))
@@ -80,7 +86,7 @@ class GatedAttention(nn.Module):
 
     def _takes(self, spans: Sequence[Span], device: torch.device) -> bool:
         """Whether there is a kernel for so many steps together."""
-        if len(spans) == 1 or not usable(device) or not supports(self._heads, self._kv_heads, self._head_dim):
+        if len(spans) == 1 or not self._has_kernel(device):
             return False
         if isinstance(self.indexer, BlockSelection):
             return self.indexer.has_kernel(spans, device)
@@ -98,8 +104,8 @@ class GatedAttention(nn.Module):
     ) -> torch.Tensor:
         here = slice(spans[0].start, spans[-1].here.stop)
         pieces = [span.state.pieces[self] for span in spans]
-        keys = Growing.append_each([piece.keys for piece in pieces], k[here])
-        values = Growing.append_each([piece.values for piece in pieces], v[here])
+        KeysValues.put_each(pieces, k[here], v[here], positions[here])
+        keys, values = [piece.keys.lie for piece in pieces], [piece.values.lie for piece in pieces]
         selected = None
         if isinstance(self.indexer, BlockSelection):
             cos, sin = angles
@@ -111,23 +117,30 @@ class GatedAttention(nn.Module):
         span: Span,
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
         here = span.here
-        piece = span.state.pieces[self]
-        keys, values = piece.keys.append(k[here]), piece.values.append(v[here])
+        piece: KeysValues = span.state.pieces[self]
+        KeysValues.put_each([piece], k[here], v[here], positions[here])
         allowed = None
         if self.indexer is not None:
             cos, sin = angles
             allowed = self.indexer(x[here], (cos[here], sin[here]), span)
         scale = self._head_dim**-0.5
+        if isinstance(allowed, Selected):
+            return attend_selected(q[here], piece.keys.lie, piece.values.lie, allowed, scale=scale)
+        if allowed is None and self._has_kernel(x.device):
+            return attend_causal(q[here], piece.keys.lie, piece.values.lie, scale=scale)
+        keys, values = piece.keys.entries, piece.values.entries
         if allowed is None:
             return attend_before(q[here], keys, values, scale=scale)
-        if isinstance(allowed, Selected):
-            return attend_selected(q[here], keys, values, allowed, scale=scale)
         return attend(q[here], keys, values, scale=scale, allowed=allowed)
+
+    def _has_kernel(self, device: torch.device) -> bool:
+        return usable(device) and supports(self._heads, self._kv_heads, self._head_dim)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -246,14 +246,16 @@ import json
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from lazyio.kernels import attention_bodies, selection_bodies
+from lazyio.kernels import attention_bodies, page_bodies, selection_bodies
 from lazyio.kernels.block_selection import BITS, SCORE
 from lazyio.kernels.sparse_attention import CAUSAL, SELECTED, STEP
 
 heads = dict(HEADS=24, EACH=12, DIM=256, Q_STRIDE=6144, K_STRIDE=512, V_STRIDE=512)
 types = dict.fromkeys(("q", "k", "v", "out", "queries", "keys"), "*bf16")
 types |= dict.fromkeys(("partial", "weights", "scores"), "*fp32") | dict.fromkeys(("entries", "counts"), "*i32")
-types |= {"chosen": "*i8", "scale": "fp32", "positions": "*i64", "places": "*i64"}
+types |= {"chosen": "*i8", "scale": "fp32", "positions": "*i64", "places": "*i64", "table": "*i64"}
+types |= dict.fromkeys(("first", "second", "to_first", "to_second"), "*bf16")
+stride = 3 * 2**20 + 128
 
 
 def compiled(name, module, body, warps, stages, **constants):
@@ -276,16 +278,24 @@ for name, [config, *_] in {"causal": CAUSAL[2], "selected": SELECTED[2], "step":
     selected, split = name != "causal", name == "step"
     shape = {**heads, "ROWS": config.rows, "KEYS": config.keys}
     shape |= {"RATIO": 4 if selected else 1, "SELECTED": selected, "SPLIT": split, "STEPS": split, "UNIT": 8}
-    compiled(name, attention_bodies, "attend", config.warps, config.stages, **shape)
+    for paged in (False, True):
+        found = f"paged {name}" if paged else name
+        shape |= {"PAGE": 256 * paged, "PAGE_STRIDE": stride * paged}
+        compiled(found, attention_bodies, "attend", config.warps, config.stages, **shape)
 shape = dict(HEADS=24, EACH=12, DIM=256, ROWS=16, PARTS=64, WIDTH=32)
 compiled("combine", attention_bodies, "combine", 4, 1, **shape)
 config = SCORE[False]
 shape = dict(RATIO=4, HEADS=4, DIM=128, ROWS=config.rows, COLUMNS=config.columns, OPERAND=tl.bfloat16)
 for steps in (False, True):
     name = "score of steps" if steps else "score"
-    compiled(name, selection_bodies, "score", config.warps, 3, **{**shape, "STEPS": steps, "UNIT": 8})
+    for paged in (False, True):
+        found = f"paged {name}" if paged else name
+        shape |= {"STEPS": steps, "UNIT": 8, "PAGE": 64 * paged, "PAGE_STRIDE": stride * paged}
+        compiled(found, selection_bodies, "score", config.warps, 3, **shape)
 compiled("choose", selection_bodies, "choose", 8, 3, STEPS=True, LISTS=True, BITS=BITS, RATIO=4, TILE=8192)
 compiled("unite", selection_bodies, "unite", 8, 3, BITS=BITS, TILE=8192)
+shape = dict(WIDTH=512, FIRST_STRIDE=512, SECOND_STRIDE=512, TILE=512, PAGE=256, PAGE_STRIDE=stride, RATIO=1)
+compiled("write", page_bodies, "write", 4, 3, PAIR=True, STEPS=True, **shape)
 """
 
 
@@ -296,9 +306,11 @@ def test_bodies_compile_for_an_h200():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     compiled = dict(map(json.loads, done.stdout.splitlines()))
-    assert list(compiled) == ["causal", "selected", "step", "combine", "score", "score of steps", "choose", "unite"]
+    paged = ["causal", "selected", "step", "score", "score of steps"]
+    alone = ["combine", "choose", "unite", "write"]
+    assert set(compiled) == {*paged, *alone, *(f"paged {name}" for name in paged)}
     for name, (shared_bytes, text) in compiled.items():
         assert shared_bytes <= 232_448, name
-        assert ("wgmma.mma_async" in text) == (name in ("causal", "selected") or "score" in name), name
+        assert ("wgmma.mma_async" in text) == (name not in alone and "step" not in name.split()), name
         # What is multiplied arrives in shared memory by themselves while others are multiplied.
-        assert ("cp.async.cg.shared.global" in text) == (name not in ("combine", "choose", "unite")), name
+        assert ("cp.async.cg.shared.global" in text) == (name not in alone), name
