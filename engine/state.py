@@ -96,32 +96,23 @@ class Growing:
         self._length = 0
 
     @staticmethod
-    def append_each(pieces: Sequence[Any], new: torch.Tensor) -> list[torch.Tensor]:
-        """`append` for several sequences, one token of each: new [sequences, *shape].
-
-        Windows are written to together, pieces of other kinds, which take the place of these, one by one.
-        """
-        if not all(isinstance(piece, Growing) for piece in pieces):
-            return [piece.append(entry) for piece, entry in zip(pieces, new[:, None], strict=True)]
-        full = any(piece._length == len(piece._entries) for piece in pieces)
-        assert not full, "a sequence outgrew the capacity of its state"
-        places = [piece._entries[piece._length] for piece in pieces]
-        torch._foreach_copy_(places, list(new.unbind()))
-        for piece in pieces:
-            piece._length += 1
-        return [piece.entries for piece in pieces]
-
-    @staticmethod
     def put_each(kinds: Sequence[Sequence[Growing]], new: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
         """Add entries of several kinds, as keys and values: to one sequence, or one to each of several.
 
-        new [entries, *shape] of each kind; positions int64 [entries], of the tokens, are for pieces of other kinds.
+        new [entries, *shape] of each kind. positions int64 [entries], of the tokens, are for what takes the place of
+        windows.
         """
-        for pieces, entries in zip(kinds, new, strict=True):
-            if len(pieces) == 1:
-                pieces[0].append(entries)
-            else:
-                Growing.append_each(pieces, entries)
+        if len(kinds[0]) == 1:
+            for (piece,), entries in zip(kinds, new, strict=True):
+                piece.append(entries)
+            return
+        pieces = [piece for kind in kinds for piece in kind]
+        full = any(piece._length == len(piece._entries) for piece in pieces)
+        assert not full, "a sequence outgrew the capacity of its state"
+        places = [piece._entries[piece._length] for piece in pieces]
+        torch._foreach_copy_(places, [entry for entries in new for entry in entries.unbind()])
+        for piece in pieces:
+            piece._length += 1
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         """Add the entries [n, *shape] of the next tokens; return those of all tokens, a view."""

@@ -92,6 +92,7 @@ def check_pages(kinds: Sequence[Sequence[Entries]]) -> None:
     tables = [pages.table for pages in of_kinds[0]]
     for kind in of_kinds:
         plane = kind[0].plane
+        assert len(kind) == len(tables), "there is something of each kind for each sequence"
         assert PAGE % plane.shape[1] == 0, f"a page of {PAGE} positions has {plane.shape[1]} entries"
         assert plane.data_ptr() % UNIT == 0, "a plane begins at a multiple of 16 bytes"
         assert plane.stride(0) == of_kinds[0][0].plane.stride(0), "planes are of different pools"

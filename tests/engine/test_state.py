@@ -18,13 +18,6 @@ def entries(first: int, count: int) -> torch.Tensor:
     return torch.arange(first, first + count, dtype=torch.float32)[:, None].expand(-1, 2)
 
 
-class Wrapped:
-    """A piece that takes the place of a window."""
-
-    def __init__(self, inner: Growing) -> None:
-        self.append = inner.append
-
-
 @pytest.mark.parametrize("sequences", [1, 2, 5])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_what_convolutions_reach_back_to_is_kept_for_several_sequences_at_once(sequences: int, tokens: int):
@@ -37,21 +30,26 @@ def test_what_convolutions_reach_back_to_is_kept_for_several_sequences_at_once(s
         assert torch.equal(one.entries, other.entries)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_windows_of_several_sequences_grow_at_once(mixed: bool):
-    together, apart = ([Growing(20, 2, dtype=torch.float32, device=CPU) for _ in range(3)] for _ in range(2))
-    for i, (one, other) in enumerate(zip(together, apart, strict=True)):
-        one.append(entries(0, i))
-        other.append(entries(0, i))
-    pieces = [*together[:2], Wrapped(together[2])] if mixed else together
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_windows_of_several_sequences_grow_at_once(kinds: int):
+    together, apart = (
+        [[Growing(20, 2, dtype=torch.float32, device=CPU) for _ in range(3)] for _ in range(kinds)] for _ in range(2)
+    )
+    for ones, others in zip(together, apart, strict=True):
+        for i, (one, other) in enumerate(zip(ones, others, strict=True)):
+            one.append(entries(0, i))
+            other.append(entries(0, i))
     for turn in range(4):
-        new = entries(100 * turn, 3)
-        expected = [piece.append(each) for piece, each in zip(apart, new.split(1), strict=True)]
-        for found, wanted in zip(Growing.append_each(pieces, new), expected, strict=True):
-            assert torch.equal(found, wanted)
-    together[1].append(entries(0, 20 - len(together[1].entries)))
+        new, positions = [entries(100 * turn + 50 * kind, 3) for kind in range(kinds)], torch.zeros(3)
+        Growing.put_each(together, new, positions)
+        for ones, others, some in zip(together, apart, new, strict=True):
+            for one, other, each in zip(ones, others, some.split(1), strict=True):
+                assert torch.equal(one.entries, other.append(each))
+    together[0][1].append(entries(0, 20 - len(together[0][1].entries)))
     with pytest.raises(AssertionError, match="outgrew"):
-        Growing.append_each(pieces, entries(0, 3))
+        Growing.put_each(together, new, positions)
+    Growing.put_each([ones[:1] for ones in together], [entries(0, 5)] * kinds, torch.zeros(5))
+    assert torch.equal(together[-1][0].entries[-5:], entries(0, 5))
 
 
 @given(window=st.integers(1, 7), chunks=st.lists(st.integers(1, 30), min_size=1, max_size=25))

@@ -59,11 +59,12 @@ def test_steps_of_several_sequences_are_those_of_each(lengths: list[int], ratio:
             piece.append(entries(1000 * number, known))
             window.append(entries(1000 * number, known))
     for step in range(2):
-        new = entries(-10 * step - 10, len(pieces))
-        expected = Growing.append_each(windows, new)
-        for found, wanted in zip(Growing.append_each(pieces, new), expected, strict=True):
-            assert torch.equal(found, wanted)
-            assert found.is_contiguous()
+        new, positions = entries(-10 * step - 10, len(pieces)), torch.zeros(len(pieces))
+        Growing.put_each([windows], [new], positions)
+        Paged.put_each([pieces], [new], positions)
+        for piece, window in zip(pieces, windows, strict=True):
+            assert torch.equal(piece.entries, window.entries)
+            assert torch.equal(piece.lie.gathered(), window.entries)
 
 
 def test_a_sequence_that_outgrows_its_pages() -> None:
@@ -72,7 +73,7 @@ def test_a_sequence_that_outgrows_its_pages() -> None:
     with pytest.raises(AssertionError, match="outgrew its claim"):
         piece.append(entries(128, 1))
     with pytest.raises(AssertionError, match="outgrew its claim"):
-        Growing.append_each([piece], entries(128, 1))
+        Paged.put_each([[piece]], [entries(128, 1)], torch.zeros(1))
 
 
 def test_a_clone_of_paged_entries_goes_its_own_way() -> None:
