@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from lazyio.engine import forward
+from lazyio.engine.kv import pieces
 from lazyio.engine.kv.layout import Layout
 from lazyio.engine.kv.paged import Paged, PagedSeat, Reuse
 from lazyio.engine.kv.pieces import Paged as PagedEntries
 from lazyio.engine.kv.pool import NULL, PAGE
-from lazyio.engine.layers import delta_rule
+from lazyio.engine.layers import attention, block_selection, delta_rule, gated_attention
 from lazyio.engine.models import Model
 from lazyio.engine.state import State
 from lazyio.errors import NeverFits, NoRoom, Unsupported
@@ -99,6 +100,39 @@ def test_paged_is_windowed_bit_for_bit(name: str, pair: Callable[[str], Any], po
     assert torch.equal(run(both, third.state, other, [60]), fresh(both, other, [60]))
     made.release(second)
     made.release(third)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows in the interpreter
+@pytest.mark.parametrize("name", ["qwen4_exp", "qwen3_5"])
+def test_kernels_find_in_pages_what_they_find_in_windows(
+    name: str, pair: Callable[[str], Any], pool: Callable[..., Paged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: chunks, and steps of two sequences together, over the edge of a page; nothing is copied."""
+    pytest.importorskip("triton")
+    both = pair(name)
+    tokens, other = both.tokens(PAGE + 30), both.tokens(100, seed=5)
+    made = pool(both.model, reuse=None)
+    seats = [made.seat(array(some), 1) for some in (tokens, other)]
+    states = [[seat.state for seat in seats], [both.model.new_state(len(some)) for some in (tokens, other)]]
+    for state in (ours[0] for ours in states):
+        run(both, state, tokens[: PAGE - 4], [])
+    for module in (attention, block_selection, gated_attention, pieces):
+        monkeypatch.setattr(module, "usable", lambda _: True)
+    monkeypatch.setattr(PagedEntries, "entries", property(lambda _: pytest.fail("pages were copied")))
+
+    def found(first: State, second: State) -> list[torch.Tensor]:
+        results = [run(both, second, other[:9], [4])]
+        for _ in range(6):
+            pairs = [(first, tokens), (second, other)]
+            before = [None if both.table is None else both.row_ids.tail(of[: state.tokens]) for state, of in pairs]
+            results += both._step([(state, [of[state.tokens]]) for state, of in pairs], before)
+        return [*results, run(both, first, tokens[: PAGE + 12], [PAGE + 5])]
+
+    for one, expected in zip(found(*states[0]), found(*states[1]), strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, expected)
+    for seat in seats:
+        made.release(seat)
 
 
 def test_a_read_of_what_nobody_wrote_shows(
