@@ -40,7 +40,7 @@ def write(
         table = table_of(table, places, row)
     column = tl.arange(0, TILE)
     inside = column < WIDTH
-    place = page_of(table, entry, PAGE) * PAGE_STRIDE + entry % PAGE * WIDTH + column
+    place = page_of(table, entry, PAGE) * PAGE_STRIDE + _in_page(entry, PAGE) * WIDTH + column
     tl.store(to_first + place, tl.load(first + row.to(tl.int64) * FIRST_STRIDE + column, mask=inside), mask=inside)
     if PAIR:
         tl.store(
@@ -59,7 +59,7 @@ def page_of(table: tl.tensor, entry: tl.tensor, PAGE: tl.constexpr) -> tl.tensor
     """The page of an entry, int64; 0 in a window, whose PAGE is 0."""
     page = 0
     if PAGE:
-        page = tl.load(table + entry // PAGE)
+        page = tl.load(table + _number(entry, PAGE))
     return page
 
 
@@ -68,7 +68,7 @@ def pages_of(table: tl.tensor, entries: tl.tensor, EACH: tl.constexpr, PAGE: tl.
     """Those of entries [n], each for EACH in a row: [n * EACH, 1]."""
     pages = 0
     if PAGE:
-        pages = of_each(tl.load(table + entries // PAGE), EACH)[:, None]
+        pages = of_each(tl.load(table + _number(entries, PAGE)), EACH)[:, None]
     return pages
 
 
@@ -86,10 +86,23 @@ def rows_of(
     `page` is one for all, or [n, 1]; an entry is STRIDE elements behind the one before it, a page PAGE_STRIDE.
     """
     if PAGE:
-        rows = plane + page * PAGE_STRIDE + (entries % PAGE).to(tl.int64)[:, None] * STRIDE
+        rows = plane + page * PAGE_STRIDE + _in_page(entries, PAGE).to(tl.int64)[:, None] * STRIDE
     else:
         rows = plane + entries.to(tl.int64)[:, None] * STRIDE
     return rows
+
+
+# A division of what may be negative takes several instructions, and nothing here is.
+@triton.jit
+def _number(entry: tl.tensor, PAGE: tl.constexpr) -> tl.tensor:
+    """entry // PAGE: which page of a sequence has it."""
+    return (entry & 0x7FFFFFFF) // PAGE
+
+
+@triton.jit
+def _in_page(entry: tl.tensor, PAGE: tl.constexpr) -> tl.tensor:
+    """entry % PAGE, where it lies in its page; PAGE is a power of 2."""
+    return entry & (PAGE - 1)
 
 
 @triton.jit
