@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lazyio.errors import Unsupported
 from lazyio.kernels import packed
-from lazyio.kernels.contract import Kernel, bodies
+from lazyio.kernels.contract import Kernel, bodies, shared_bytes
 from lazyio.kernels.moe_cases import CASES, CONTROLS
 from lazyio.kernels.packed import PackedWeight
 
@@ -290,8 +290,7 @@ def _stages(config: Config, weight: Weight, outputs: int, rows: int, x: torch.Te
     """Steps that are loaded ahead of their product: as many as this GPU has memory for."""
     if x.device.type != "cuda":
         return 1
-    properties: Any = torch.cuda.get_device_properties(x.device)
-    has: int = properties.shared_memory_per_block_optin
+    has = shared_bytes(x.device)
     each = _planes(weight)[0].nbytes / math.prod(weight.shape)
     of_step = config.step * (outputs * each + rows * x.element_size())
     # Values of packed weights may go through that memory too.
@@ -327,8 +326,9 @@ def _check(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gate_up
     assert weights.dtype == torch.float32, "weights are float32"
     assert tuple(gate_up.shape) == (experts, 2 * width, hidden), "gate_up is [experts, 2 * width, hidden]"
     assert all(one.device == x.device for one in (chosen, weights, gate_up, down)), "tensors are on different devices"
-    for plane in (*_planes(gate_up), *_planes(down)):
-        assert plane.is_contiguous(), "weights of experts are not contiguous"
+    for one in (gate_up, down):
+        whole = one.contiguous if isinstance(one, PackedWeight) else one.is_contiguous()
+        assert whole, "weights of experts are not contiguous"
 
 
 KERNEL = Kernel(

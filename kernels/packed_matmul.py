@@ -36,10 +36,11 @@ def matmul(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = Non
     """
     _check(x, weight)
     if out is None:
-        out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
-    assert out.shape == (len(x), weight.shape[0]), "out is [rows, outputs]"
-    assert out.dtype == x.dtype, "out has another dtype than x"
-    assert out.is_contiguous(), "out is not contiguous"
+        out = x.new_empty(x.shape[0], weight.shape[0])
+    else:
+        assert out.shape == (x.shape[0], weight.shape[0]), "out is [rows, outputs]"
+        assert out.dtype == x.dtype, "out has another dtype than x"
+        assert out.is_contiguous(), "out is not contiguous"
     if not out.numel():
         return out
     if len(x) > MOST_NARROW or not _has_narrow(weight):
@@ -95,9 +96,10 @@ NARROW: Sequence[tuple[int, Config]] = [(8192, Config(32, 512, 4, 3)), (0, Confi
 
 def launch_narrow(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
     """The kernel of few rows, as `config` says."""
-    rows = 8 if len(x) <= 8 else 16
-    _bodies().narrow[(-(-weight.shape[0] // config.outputs) * -(-len(x) // rows),)](
-        *(x, *weight.pointers(), out, len(x)),
+    tokens = x.shape[0]
+    rows = 8 if tokens <= 8 else 16
+    _bodies().narrow[(-(-weight.shape[0] // config.outputs) * -(-tokens // rows),)](
+        *(x, *weight.pointers(), out, tokens),
         **_constants(weight),
         BLOCK_M=rows,
         BLOCK_N=config.outputs,
@@ -122,10 +124,15 @@ def _has_narrow(weight: PackedWeight) -> bool:
     return weight.block is None or weight.block[1] % 32 == 0 or weight.block[1] >= weight.shape[-1]
 
 
-def _constants(weight: PackedWeight) -> dict[str, Any]:
-    rows, columns = weight.block or (1, 1)
-    outputs, inputs = weight.shape[-2:]
-    return {"STORED": weight.stored, "N": outputs, "K": inputs, "ROWS": rows, "COLUMNS": columns}
+def _constants(weight: PackedWeight) -> Mapping[str, Any]:
+    return _constants_of(weight.stored, weight.shape, weight.block)
+
+
+@functools.cache
+def _constants_of(stored: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> Mapping[str, Any]:
+    rows, columns = block or (1, 1)
+    outputs, inputs = shape[-2:]
+    return {"STORED": stored, "N": outputs, "K": inputs, "ROWS": rows, "COLUMNS": columns}
 
 
 def _bodies() -> Any:
