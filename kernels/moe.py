@@ -35,7 +35,7 @@ class Config:
     """How a body is launched."""
 
     part: int  # outputs of a program
-    step: int  # inputs of a step at most; a power of two
+    step: int  # inputs of a step at most, a power of two; of packed weights, one by one: 32 times pieces, see below
     warps: int
     stages: int
     unroll: int = 1  # steps at once
@@ -65,8 +65,8 @@ FEW = 8
 BY_PAIR = Launch(
     math.inf,
     1,
-    gate_up=Ways(Config(8, 512, 4, 1), Config(8, 512, 4, 3)),
-    down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(8, 1024, 4, 3, together=2)),
+    gate_up=Ways(Config(8, 512, 4, 1), Config(16, 512, 4, 1, unroll=5)),
+    down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(8, 1024, 4, 1, unroll=7)),
 )
 #: The first whose mean is not less than that of the ubatch.
 BY_TILE = (
@@ -182,23 +182,19 @@ def _by_pair(
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
     config = _config(launch.gate_up, gate_up)
     if _by_codes(gate_up, launch.rows):
-        body, more = _code_bodies().gate_up_rows, {"num_stages": _stages(config, gate_up, 2 * config.part, 8, x)}
+        body, more = _code_bodies().gate_up_rows, _of_pieces(config, gate_up, 1)
     else:
-        body, more = _bodies().gate_up_rows, {"STAGES": config.stages, "UNROLL": config.unroll}
+        body, more = _bodies().gate_up_rows, _of_values(config, gate_up)
     body[(-(-width // config.part), chosen.numel())](
-        *(x, chosen, weights, *_planes(gate_up), inner), **sizes, **_constants(config, gate_up, launch.rows), **more
+        *(x, chosen, weights, *_planes(gate_up), inner), **sizes, **_constants(config, gate_up), **more
     )
     config = _config(launch.down, down)
     if _by_codes(down, launch.rows):
-        body, more = _code_bodies().down_rows, {"num_stages": _stages(config, down, 2 * config.part, 8, x)}
+        body, more = _code_bodies().down_rows, _of_pieces(config, down, slots)
     else:
-        body, more = _bodies().down_rows, {"STAGES": config.stages, "UNROLL": config.unroll}
+        body, more = _bodies().down_rows, {**_of_values(config, down), "TOGETHER": math.gcd(config.together, slots)}
     body[(-(-hidden // config.part), len(x))](
-        *(inner, chosen, *_planes(down), out),
-        **sizes,
-        **_constants(config, down, launch.rows),
-        **more,
-        TOGETHER=math.gcd(config.together, slots),
+        *(inner, chosen, *_planes(down), out), **sizes, **_constants(config, down), **more
     )
 
 
@@ -223,7 +219,8 @@ def _by_tile(
         *(x, *tables, weights, *_planes(gate_up), inner),
         **sizes,
         ROWS=launch.rows,
-        **_constants(config, gate_up, launch.rows),
+        **_constants(config, gate_up),
+        STEP=_step(config, gate_up, launch.rows),
         num_stages=_stages(config, gate_up, 2 * config.part, launch.rows, x),
     )
     config = _config(launch.down, down)
@@ -233,7 +230,8 @@ def _by_tile(
         HIDDEN=hidden,
         WIDTH=width,
         ROWS=launch.rows,
-        **_constants(config, down, launch.rows),
+        **_constants(config, down),
+        STEP=_step(config, down, launch.rows),
         num_stages=_stages(config, down, config.part, launch.rows, x),
     )
     _bodies().combine[(len(x), -(-hidden // _SUMMED))](parts, out, HIDDEN=hidden, SLOTS=slots, PART=_SUMMED)
@@ -273,17 +271,35 @@ def _by_codes(weight: Weight, rows: int) -> bool:
     return weight.block is None or weight.block[1] % 32 == 0 or weight.block[1] >= weight.shape[-1]
 
 
-def _constants(config: Config, weight: Weight, rows: int) -> dict[str, Any]:
+def _constants(config: Config, weight: Weight) -> dict[str, Any]:
     """What bodies are compiled for: how the weight is stored, and how they are launched."""
     stored, block = (weight.stored, weight.block) if isinstance(weight, PackedWeight) else ("dense", None)
     block_rows, block_columns = block or (1, 1)
-    inputs = weight.shape[-1]
-    by_codes = _by_codes(weight, rows)
-    step = min(config.step, max(64, 1 << (inputs - 1).bit_length())) if by_codes else math.gcd(config.step, inputs)
     return {
         **{"STORED": stored, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns},
-        **{"PART": config.part, "STEP": step, "num_warps": config.warps},
+        **{"PART": config.part, "num_warps": config.warps},
     }
+
+
+def _of_values(config: Config, weight: Weight) -> dict[str, int]:
+    """The steps of bodies that take pairs one by one, with values."""
+    return {"STEP": math.gcd(config.step, weight.shape[-1]), "STAGES": config.stages, "UNROLL": config.unroll}
+
+
+def _of_pieces(config: Config, weight: Weight, slots: int) -> dict[str, int]:
+    """And with codes, of rows of so many slots. What is loaded goes to registers, so there are no stages."""
+    assert isinstance(weight, PackedWeight)
+    words = weight.planes[0].shape[-1] * slots
+    pieces = min(config.step // 32, 1 << (words // 4 - 1).bit_length())
+    return {"PIECES": pieces, "UNROLL": min(config.unroll, -(-words // (4 * pieces))), "num_stages": 1}
+
+
+def _step(config: Config, weight: Weight, rows: int) -> int:
+    """Inputs of a step of tiles."""
+    inputs = weight.shape[-1]
+    if _by_codes(weight, rows):
+        return min(config.step, max(64, 1 << (inputs - 1).bit_length()))
+    return math.gcd(config.step, inputs)
 
 
 def _stages(config: Config, weight: Weight, outputs: int, rows: int, x: torch.Tensor) -> int:

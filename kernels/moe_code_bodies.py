@@ -13,7 +13,9 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from lazyio.kernels.packed_products import add_products, load_scales
+from lazyio.kernels import packed_products
+from lazyio.kernels.packed_products import load_scales
+from lazyio.kernels.packed_vectors import row_products
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def _products(
         scales_then, units_then = load_scales(
             w2, w3, expert, n, following, STORED, N, K, STEP, BLOCK_ROWS, BLOCK_COLUMNS
         )
-        found = add_products(found, x, live, w0, w1, scales, units, expert, n, k, STORED, N, K, STEP)
+        found = packed_products.add_products(found, x, live, w0, w1, scales, units, expert, n, k, STORED, N, K, STEP)
         scales, units = scales_then, units_then
     return tl.sum(found, 0)
 
@@ -72,18 +74,19 @@ def gate_up_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     PART: tl.constexpr,
-    STEP: tl.constexpr,
+    PIECES: tl.constexpr,  # of a row, at once
+    UNROLL: tl.constexpr,
 ) -> None:
-    """silu(gate) * up * weight of one pair: the first of 8 rows."""
+    """silu(gate) * up * weight of one pair."""
     pair = tl.program_id(1)
     expert = tl.load(chosen + pair)
-    each, m = tl.arange(0, 2 * PART), tl.arange(0, 8)
+    each = tl.arange(0, 2 * PART)
     n = tl.minimum(tl.program_id(0) * PART + each // 2, WIDTH - 1) + each % 2 * WIDTH
-    x_rows = x + (pair // SLOTS).to(tl.int64) * HIDDEN + m * 0
-    both = _products(
-        x_rows, m == 0, w0, w1, w2, w3, expert, n, STORED, 2 * WIDTH, HIDDEN, STEP, BLOCK_ROWS, BLOCK_COLUMNS
+    both = row_products(
+        x, (pair // SLOTS).to(tl.int64) * (HIDDEN // 2), w0, w1, w2, w3, expert, n,
+        STORED, 2 * WIDTH, HIDDEN, BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL
     )
-    found = tl.sum(_act(both), 1) * tl.load(weights + pair)
+    found = tl.sum(_act(both[:, None]), 1) * tl.load(weights + pair)
     row = tl.program_id(0) * PART + tl.arange(0, PART)
     tl.store(inner + pair.to(tl.int64) * WIDTH + row, found.to(inner.dtype.element_ty), mask=row < WIDTH)
 
@@ -104,34 +107,17 @@ def down_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     PART: tl.constexpr,
-    STEP: tl.constexpr,
-    TOGETHER: tl.constexpr,  # 8 at most
+    PIECES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ) -> None:
-    """The sum over a token's experts of some of their outputs. Weights are multiplied with all slots of a step."""
+    """The sum over a token's experts of some of their outputs: a row of all of its experts is taken as one."""
     token = tl.program_id(1)
-    each, m = tl.arange(0, PART * TOGETHER), tl.arange(0, 8)
-    n = tl.minimum(tl.program_id(0) * PART + each // TOGETHER, HIDDEN - 1)
-    chosen += token * SLOTS + each % TOGETHER
-    x_rows = inner + token.to(tl.int64) * (SLOTS * WIDTH) + m * WIDTH
-    found = tl.zeros((STEP // 64, PART * TOGETHER, 8), tl.float32)
-    expert = tl.load(chosen)
-    scales, units = load_scales(w2, w3, expert, n, 0, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS)
-    steps: tl.constexpr = (WIDTH + STEP - 1) // STEP
-    last: tl.constexpr = SLOTS // TOGETHER * steps - 1
-    for i in range(SLOTS // TOGETHER * steps):
-        following = tl.minimum(i + 1, last)
-        expert_then = tl.load(chosen + following // steps * TOGETHER)
-        scales_then, units_then = load_scales(
-            w2, w3, expert_then, n, following % steps * STEP, STORED, HIDDEN, WIDTH, STEP, BLOCK_ROWS, BLOCK_COLUMNS
-        )
-        rows_now, k = x_rows + i // steps * TOGETHER * WIDTH, i % steps * STEP
-        found = add_products(
-            found, rows_now, m < TOGETHER, w0, w1, scales, units, expert, n, k, STORED, HIDDEN, WIDTH, STEP
-        )
-        expert, scales, units = expert_then, scales_then, units_then
-    own = tl.where((each % TOGETHER)[:, None] == m[None, :], tl.sum(found, 0), 0.0)
-    total = tl.sum(tl.reshape(tl.sum(own, 1), (PART, TOGETHER)), 1)
     row = tl.program_id(0) * PART + tl.arange(0, PART)
+    n = tl.minimum(row, HIDDEN - 1)
+    total = row_products(
+        inner, token.to(tl.int64) * (SLOTS * WIDTH // 2), w0, w1, w2, w3, chosen + token * SLOTS, n,
+        STORED, HIDDEN, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS, SLOTS, PIECES, UNROLL
+    )
     tl.store(out + token.to(tl.int64) * HIDDEN + row, total, mask=row < HIDDEN)
 
 
