@@ -83,8 +83,22 @@ def gate_up_rows(
     each = tl.arange(0, 2 * PART)
     n = tl.minimum(tl.program_id(0) * PART + each // 2, WIDTH - 1) + each % 2 * WIDTH
     both = row_products(
-        x, (pair // SLOTS).to(tl.int64) * (HIDDEN // 2), w0, w1, w2, w3, expert, n,
-        STORED, 2 * WIDTH, HIDDEN, BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL
+        x,
+        (pair // SLOTS).to(tl.int64) * (HIDDEN // 2),
+        w0,
+        w1,
+        w2,
+        w3,
+        expert,
+        n,
+        STORED,
+        2 * WIDTH,
+        HIDDEN,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        1,
+        PIECES,
+        UNROLL,
     )
     found = tl.sum(_act(both[:, None]), 1) * tl.load(weights + pair)
     row = tl.program_id(0) * PART + tl.arange(0, PART)
@@ -115,8 +129,22 @@ def down_rows(
     row = tl.program_id(0) * PART + tl.arange(0, PART)
     n = tl.minimum(row, HIDDEN - 1)
     total = row_products(
-        inner, token.to(tl.int64) * (SLOTS * WIDTH // 2), w0, w1, w2, w3, chosen + token * SLOTS, n,
-        STORED, HIDDEN, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS, SLOTS, PIECES, UNROLL
+        inner,
+        token.to(tl.int64) * (SLOTS * WIDTH // 2),
+        w0,
+        w1,
+        w2,
+        w3,
+        chosen + token * SLOTS,
+        n,
+        STORED,
+        HIDDEN,
+        WIDTH,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        SLOTS,
+        PIECES,
+        UNROLL,
     )
     tl.store(out + token.to(tl.int64) * HIDDEN + row, total, mask=row < HIDDEN)
 

@@ -1,21 +1,19 @@
-"""Products of very few rows with quantised weights, in the bodies of kernels: `add_products`.
+"""Products of very few rows with quantised weights, in the bodies of kernels: `row_products`.
 
-    acc = add_products(acc, x, at, p0, p1, p2, p3, expert, n, piece, live, STORED, N, K, ROWS, COLUMNS, CHECKED)
+    y = row_products(x, at, p0, p1, p2, p3, expert, n, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL)
 
-adds the products of some pieces of rows of a weight with M rows of x; acc is float32 [M, BLOCK_N, PIECES], and
-`tl.sum(acc, 2)` at the end the product. A piece is what a thread loads at once: four words, with 32 codes, or with 16
-of 8 bits (`piece_inputs`). So what takes time are the weights' bytes, and instructions: about three for each code. A
-code is put into the mantissa of a float, and what that has too much is taken off the sum of products before, from x.
+are float32 [BLOCK_N], the products of a row of x with rows n of a weight. No tensor cores take part: time goes by the
+weight's bytes, and by instructions, of which there are about three for each code. A code is put into the mantissa of a
+float, and what this has too much is taken off the sum of products before, from x.
 
-* x points to what float32, bfloat16 or float16 all rows of x are; at [M, 1 or PIECES] are places of their first inputs,
-  which are even. x is aligned to 4 bytes.
-* p0 to p3, STORED, N, K, ROWS and COLUMNS are those of packed_tiles.py; of fp8, COLUMNS are a multiple of 32, or K, and
-  K is a multiple of 32 for all.
-* expert is an integer or [1, PIECES]; n [BLOCK_N, 1] are rows, all below N; piece [PIECES] are numbers of pieces in
-  their rows. With CHECKED, inputs of pieces that are not `live` count as 0; the pieces must be there all the same.
-
-Threads share out the pieces of a row, so each row of a weight is read by PIECES of them; a thread that has several rows
-has x for all of them, if PIECES are less than an eighth of all threads.
+* x points to float32, bfloat16 or float16, aligned to 4 bytes; `at` is where the row of x is, in pairs of values.
+* p0 to p3, STORED, N, K, ROWS and COLUMNS are as in packed_tiles.py; of fp8, COLUMNS are a multiple of 32, or K, and K
+  is a multiple of 32 for all.
+* expert is an integer; or, with several SLOTS, points to that of each, and products are summed over slots: in x, the
+  inputs of one follow on those of another. n [BLOCK_N] are rows, all below N.
+* A piece is what a thread loads at once: four words, with 32 codes, or with 16 if they have 8 bits. PIECES of a row, a
+  power of two, are taken at once by as many threads, and UNROLL times so many before the next are asked for. What is
+  made of x serves all rows that a thread has: let PIECES be less than an eighth of all threads.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
@@ -36,7 +34,6 @@ _SIX = ((0, 0), (0, 8), (0, 16), (-8, 16))
 _EIGHT = ((0, 0), (0, 8), (-1, 15), (-9, 15))
 # Codes from a lower bit on are too small a part of the float: what it has too much is taken off at once.
 _LEAST_BIT = 12
-_ZERO = {"Q4_0": 8, "Q5_0": 16, "Q6_K": 32, "Q8_0": 128}
 
 
 @triton.constexpr_function
@@ -85,16 +82,27 @@ def _placed(stored: str, half: int, place: int) -> tuple[int, int]:
 
 
 @triton.constexpr_function
+def _zero(stored: str) -> int:
+    return 8 if stored == "Q4_0" else 16 if stored == "Q5_0" else 32 if stored == "Q6_K" else 128 * (stored == "Q8_0")
+
+
+@triton.constexpr_function
 def _over(stored: str, first_bit: int) -> float:
     """What a code from this bit on of a mantissa is more than what it stands for."""
-    return 2.0 ** (23 - first_bit) + (_ZERO[stored] if stored in _ZERO else 0)
+    return 2.0 ** (23 - first_bit) + _zero(stored)
+
+
+@triton.constexpr_function
+def _is_far(first_bit: int) -> bool:
+    """Whether a code from this bit on is so small a part of a float that the rest of it is taken off at once."""
+    return first_bit < _LEAST_BIT
 
 
 @triton.constexpr_function
 def _left_over(stored: str, half: int, place: int) -> float:
     """What `_value` has too much."""
     _, first_bit = _placed(stored, half, place)
-    if stored in ("IQ4_NL", "F8_E4M3") or first_bit < _LEAST_BIT:
+    if stored in ("IQ4_NL", "F8_E4M3") or _is_far(first_bit):
         return 0.0
     return _over(stored, first_bit)
 
@@ -180,7 +188,7 @@ def _add_pieces(
     lower1, upper1 = _inputs(x, pair, first, live, 1, STORED, K, CHECKED)
     if _of_eight(STORED):
         scale = _byte_scales(p2, row, piece, STORED, K, COLUMNS)
-        acc += scale * _two_places(words, words, lower0, upper0, lower1, upper1, 0, STORED)
+        acc += scale * _of_pieces(_two_places(words, words, lower0, upper0, lower1, upper1, 0, STORED))
     else:
         even, odd = words, words
         if _has_high(STORED):
@@ -190,10 +198,10 @@ def _add_pieces(
         if STORED == "Q6_K":
             p3 += of_pieces * (N * K // 256)
             s0, s1, s2, s3 = _scales_of_16(p2, p3, row, piece, K)
-            acc += s0 * _one_place(even, lower0, upper0, 0, STORED)
-            acc += s1 * _one_place(odd, lower1, upper1, 1, STORED)
-            acc += s2 * _one_place(even, lower2, upper2, 2, STORED)
-            acc += s3 * _one_place(odd, lower3, upper3, 3, STORED)
+            acc += s0 * _of_pieces(_one_place(even, lower0, upper0, 0, STORED))
+            acc += s1 * _of_pieces(_one_place(odd, lower1, upper1, 1, STORED))
+            acc += s2 * _of_pieces(_one_place(even, lower2, upper2, 2, STORED))
+            acc += s3 * _of_pieces(_one_place(odd, lower3, upper3, 3, STORED))
         else:
             if SLOTS > 1:
                 p2, p3 = p2[:, :, None], (p3 + of_pieces * (N * K // 256))[:, :, None]
@@ -203,11 +211,18 @@ def _add_pieces(
                 p2, p3, row[:, :, None], (piece // 2)[:, None, None], STORED, K, COLUMNS, K % 64 != 0
             )
             s0, s1, s2, s3, more0, more1 = scales_of(loaded, units, STORED)
-            acc += tl.trans(s0) * _two_places(even, odd, lower0, upper0, lower1, upper1, 0, STORED)
-            acc += tl.trans(s2) * _two_places(even, odd, lower2, upper2, lower3, upper3, 2, STORED)
+            first = _two_places(even, odd, lower0, upper0, lower1, upper1, 0, STORED)
+            second = _two_places(even, odd, lower2, upper2, lower3, upper3, 2, STORED)
             if _has_least(STORED):
-                acc += tl.trans(more0) * _of_pieces(tl.broadcast_to(lower0 + upper0 + lower1 + upper1, words.shape))
-                acc += tl.trans(more1) * _of_pieces(tl.broadcast_to(lower2 + upper2 + lower3 + upper3, words.shape))
+                first, inputs = _of_pieces_both(first, lower0 + upper0 + lower1 + upper1)
+                acc += tl.trans(s0) * first
+                acc += tl.trans(more0) * inputs
+                second, inputs = _of_pieces_both(second, lower2 + upper2 + lower3 + upper3)
+                acc += tl.trans(s2) * second
+                acc += tl.trans(more1) * inputs
+            else:
+                acc += tl.trans(s0) * _of_pieces(first)
+                acc += tl.trans(s2) * _of_pieces(second)
     return acc
 
 
@@ -215,6 +230,13 @@ def _add_pieces(
 def _of_pieces(words: tl.tensor) -> tl.tensor:
     """Sums over the words of pieces."""
     return tl.sum(tl.reshape(words, (words.shape[0], words.shape[1] // 4, 4)), 2)
+
+
+@triton.jit
+def _of_pieces_both(words: tl.tensor, inputs: tl.tensor) -> tl.tensor:
+    """Those of words, and of what is the same for all rows: joined, so that both are shared out in the same way."""
+    both = tl.join(words, tl.broadcast_to(inputs, words.shape))
+    return tl.split(tl.sum(tl.reshape(both, (words.shape[0], words.shape[1] // 4, 4, 2)), 2))
 
 
 @triton.jit
@@ -306,18 +328,20 @@ def _with_high(
 ) -> tl.tensor:
     """Codes of even and of odd places with their high bits, a byte each. Those of a piece are loaded as one number."""
     of_row: tl.constexpr = pieces_of(STORED, K)
-    p1 = p1.to(tl.pointer_type(tl.int64 if STORED == "Q6_K" else tl.int32))
+    p1 = p1.to(tl.pointer_type(tl.uint64 if STORED == "Q6_K" else tl.uint32))
+    # That pieces follow on each other is hidden from Triton: a thread would load several, and pass them on to others.
+    piece = piece ^ tl.program_id(2)  # no grid has a third dimension
     place, each = expert * (N * of_row) + piece[:, None], tl.arange(0, 4)[None, None, :]
     loaded = tl.trans(tl.load(p1 + n.to(tl.int64)[None, :] * of_row + place))[:, :, None]
     if STORED == "Q6_K":
-        high = tl.reshape(loaded >> (each * 16), words.shape).to(tl.uint32)
-        high = (high | high << 8) & 0x00FF00FF
+        high = tl.reshape(loaded >> (each * 16).to(tl.uint64), words.shape).to(tl.uint32)
+        high = high & 255 | high << 8 & 0x00FF0000
         high |= high << 4
         even, odd = high << 4 & 0x30303030, high << 2 & 0x30303030
     else:
-        high = tl.reshape(loaded >> (each * 8), words.shape).to(tl.uint32, bitcast=True)
+        high = tl.reshape(loaded >> (each * 8).to(tl.uint32), words.shape)
         # The bits of the lower half and of the upper half, those of places 2 and 3 a byte further.
-        high = (high & 15 | high << 12 & 0x000F0000)
+        high = high & 15 | high << 12 & 0x000F0000
         high |= high << 6
         even, odd = high << 4 & 0x10101010, high << 3 & 0x10101010
     return words & 0x0F0F0F0F | even, words >> 4 & 0x0F0F0F0F | odd
@@ -339,8 +363,7 @@ def _two_places(
     found = found + _value(even, 0, PLACE, STORED) * lower0
     found = found + _value(even, 1, PLACE, STORED) * upper0
     found = found + _value(odd, 0, PLACE + 1, STORED) * lower1
-    found = found + _value(odd, 1, PLACE + 1, STORED) * upper1
-    return _of_pieces(found)
+    return found + _value(odd, 1, PLACE + 1, STORED) * upper1
 
 
 @triton.jit
@@ -350,8 +373,7 @@ def _one_place(
     """As `_two_places`, of one."""
     found = _left_over_sum(lower, upper, PLACE, STORED)
     found = found + _value(words, 0, PLACE, STORED) * lower
-    found = found + _value(words, 1, PLACE, STORED) * upper
-    return _of_pieces(found)
+    return found + _value(words, 1, PLACE, STORED) * upper
 
 
 @triton.jit
@@ -389,9 +411,7 @@ def _value(words: tl.tensor, HALF: tl.constexpr, PLACE: tl.constexpr, STORED: tl
 
 
 @triton.jit
-def _in_mantissa(
-    words: tl.tensor, MOVE: tl.constexpr, FIRST_BIT: tl.constexpr, STORED: tl.constexpr
-) -> tl.tensor:
+def _in_mantissa(words: tl.tensor, MOVE: tl.constexpr, FIRST_BIT: tl.constexpr, STORED: tl.constexpr) -> tl.tensor:
     """The bits of a code from one on, as a float that has `_over` too much; nothing too much if that is very much."""
     mask: tl.constexpr = _mask(STORED, FIRST_BIT)
     bits: tl.constexpr = _exponent(STORED, FIRST_BIT)
@@ -403,14 +423,9 @@ def _in_mantissa(
         found = (moved & mask ^ exponent).to(tl.float32, bitcast=True)
     else:
         found = (moved & mask | exponent).to(tl.float32, bitcast=True)
-    if FIRST_BIT < _least_bit():
+    if _is_far(FIRST_BIT):
         found = found - _over(STORED, FIRST_BIT)
     return found
-
-
-@triton.constexpr_function
-def _least_bit() -> int:
-    return _LEAST_BIT
 
 
 @triton.constexpr_function
@@ -420,5 +435,5 @@ def _mask(stored: str, first_bit: int) -> int:
 
 @triton.constexpr_function
 def _exponent(stored: str, first_bit: int) -> int:
-    """The exponent with which codes from this bit on are whole; with its sign bit turned over, one of Q8_0 is 128 more."""
+    """The exponent with which codes from this bit on are whole; those of Q8_0 have their sign bits turned over."""
     return (127 + 23 - first_bit << 23) | (128 << first_bit if stored == "Q8_0" else 0)

@@ -257,10 +257,21 @@ def of_codes(launch: Launch, body: str) -> list[Config]:
     if launch.rows > 1:
         ways = itertools.product((16, 32, 64), (128, 256, 512), (4, 8), (3, 4))
         return [Config(*way) for way in ways]
+    # Steps that are made at once, for each size of a step.
     if body == "gate_up":
-        return [Config(*way) for way in itertools.product((8, 16), (256, 512, 1024), (4, 8), (2, 3, 4))]
-    ways = itertools.product(((8, 2), (16, 1), (16, 2)), (128, 256, 1024), (2, 4, 8), (3, 4))
-    return [Config(part, step, warps, stages, 1, together) for (part, together), step, warps, stages in ways]
+        parts, unrolls = (4, 8, 16, 32), {256: (2, 5, 10), 512: (1, 2, 5), 1024: (1, 3)}
+    else:
+        parts, unrolls = (8, 16, 32), {256: (5, 13), 512: (4, 7, 13), 1024: (4, 7)}
+    sizes = [(step, unroll) for step, of_step in unrolls.items() for unroll in of_step]
+    ways = itertools.product(parts, sizes, (1, 2, 4, 8))
+    some = [Config(part, step, warps, 1, unroll) for part, (step, unroll), warps in ways]
+    return [config for config in some if sensible(config, 2 if body == "gate_up" else 1)]
+
+
+def sensible(config: Config, rows_of_part: int) -> bool:
+    """Whether threads have one to eight rows, and there are more of them than words in what is common to all rows."""
+    rows = config.part * rows_of_part * config.step // 32 / (32 * config.warps)
+    return 1 <= rows <= 8 and config.step // 8 < 32 * config.warps
 
 
 def runs(work: Work, launch: Launch) -> bool:

@@ -10,7 +10,8 @@ from lazyio.errors import Unsupported
 from lazyio.kernels import contract, moe
 from lazyio.kernels.moe import reference, sorted_by_expert, supports
 from lazyio.kernels.moe_cases import Arguments
-from lazyio.kernels.packed import PackedWeight, empty, random
+from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, empty, random
+from lazyio.ple.dtypes import TYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflows in the interpreter
 
@@ -135,6 +136,20 @@ def test_neighbours_that_share_no_scale(tokens: int, device: torch.device):
     gate_up, down = (random("F8_E4M3", shape, device, made, 0.1, (24, 20)) for shape in shapes)
     given = replace(given, gate_up=gate_up, down=down)
     assert contract.error_of([run(given)], given.results(reference), 1e-5) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [*((stored, torch.float32) for stored in sorted(PACKED_TYPES)), ("Q4_0", torch.float16)],
+    ids=str,
+)
+def test_few_tokens_with_every_packed_type(stored: str, dtype: torch.dtype, device: torch.device):
+    """Rows of several steps, the last of them not whole; rows that are no whole number of 64 where there are."""
+    odd = TYPES[stored].block_values < 256
+    given = of(1, device, stored=(stored, stored), slots=2, sizes=(3, 608 if odd else 768, 96 if odd else 256))
+    given = replace(given, x=given.x.to(dtype))
+    within = 1e-5 if dtype == torch.float32 else 1e-3
+    assert contract.error_of([run(given)], given.results(reference), within) <= within
 
 
 def test_no_tokens(device: torch.device):
