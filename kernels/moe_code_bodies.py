@@ -82,9 +82,9 @@ def gate_up_rows(
     expert = tl.load(chosen + pair)
     each = tl.arange(0, 2 * PART)
     n = tl.minimum(tl.program_id(0) * PART + each // 2, WIDTH - 1) + each % 2 * WIDTH
-    both = row_products(
+    (both,) = row_products(
         x,
-        (pair // SLOTS).to(tl.int64) * (HIDDEN // 2),
+        ((pair // SLOTS).to(tl.int64) * (HIDDEN // 2),),
         w0,
         w1,
         w2,
@@ -128,9 +128,9 @@ def down_rows(
     token = tl.program_id(1)
     row = tl.program_id(0) * PART + tl.arange(0, PART)
     n = tl.minimum(row, HIDDEN - 1)
-    total = row_products(
+    (total,) = row_products(
         inner,
-        token.to(tl.int64) * (SLOTS * WIDTH // 2),
+        (token.to(tl.int64) * (SLOTS * WIDTH // 2),),
         w0,
         w1,
         w2,

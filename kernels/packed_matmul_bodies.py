@@ -11,6 +11,7 @@ from triton import language as tl
 
 from lazyio.kernels.packed_products import add_products, load_scales
 from lazyio.kernels.packed_tiles import load_tile
+from lazyio.kernels.packed_vectors import row_products
 
 
 @triton.jit
@@ -71,3 +72,36 @@ def narrow(
         scales, units = scales_then, units_then
     place = out + m[None, :] * N + n[:, None]
     tl.store(place, tl.sum(acc, 0).to(out.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def few(
+    x: tl.tensor,  # [rows, K]
+    p0: tl.tensor,
+    p1: tl.tensor,
+    p2: tl.tensor,
+    p3: tl.tensor,
+    out: tl.tensor,  # [rows, N]
+    rows: tl.tensor,
+    STORED: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PIECES: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    """Some outputs of BLOCK_M rows, with all inputs. Programs with the same codes follow on each other."""
+    groups = (rows + BLOCK_M - 1) // BLOCK_M
+    n = tl.program_id(0) // groups * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) % groups * BLOCK_M
+    at = ()
+    for m in tl.static_range(BLOCK_M):
+        at = at + (tl.minimum(first + m, rows - 1) * (K // 2),)
+    row = tl.minimum(n, N - 1)
+    found = row_products(x, at, p0, p1, p2, p3, 0, row, STORED, N, K, ROWS, COLUMNS, 1, PIECES, UNROLL)
+    for m in tl.static_range(BLOCK_M):
+        place = out + (first + m) * N + n
+        tl.store(place, found[m].to(out.dtype.element_ty), mask=(n < N) & (first + m < rows))
