@@ -65,8 +65,8 @@ FEW = 8
 BY_PAIR = Launch(
     math.inf,
     1,
-    gate_up=Ways(Config(8, 512, 4, 1), Config(16, 512, 4, 1, unroll=5)),
-    down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(16, 1024, 8, 1, unroll=7)),
+    gate_up=Ways(Config(8, 512, 4, 1), Config(8, 512, 4, 1, unroll=5)),
+    down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(8, 1024, 4, 1, unroll=7)),
 )
 #: The first whose mean is not less than that of the ubatch.
 BY_TILE = (
@@ -180,7 +180,7 @@ def _by_pair(
     sizes = _sizes(chosen, down)
     hidden, width, slots = sizes.values()
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
-    x = x.clone() if x.data_ptr() % 4 else x  # packed weights are multiplied with two values at a time
+    x = x.clone() if x.data_ptr() % 8 else x  # of packed weights, 8 bytes are multiplied at a time
     config = _config(launch.gate_up, gate_up)
     if _by_codes(gate_up, launch.rows):
         body, more = _code_bodies().gate_up_rows, _of_pieces(config, gate_up, 1)

@@ -84,7 +84,7 @@ def gate_up_rows(
     n = tl.minimum(tl.program_id(0) * PART + each // 2, WIDTH - 1) + each % 2 * WIDTH
     (both,) = row_products(
         x,
-        ((pair // SLOTS).to(tl.int64) * (HIDDEN // 2),),
+        ((pair // SLOTS).to(tl.int64) * HIDDEN,),
         w0,
         w1,
         w2,
@@ -130,7 +130,7 @@ def down_rows(
     n = tl.minimum(row, HIDDEN - 1)
     (total,) = row_products(
         inner,
-        (token.to(tl.int64) * (SLOTS * WIDTH // 2),),
+        (token.to(tl.int64) * (SLOTS * WIDTH),),
         w0,
         w1,
         w2,

@@ -1,6 +1,6 @@
 """Codes of quantised weights made floats, of the words that a thread has: what packed_vectors.py multiplies.
 
-A code is put into the mantissa of a float, and what this has too much is taken off the sum of products before, from x.
+A code is put into the mantissa of a float. What this has too much, `left_over`, is taken off the sum of products.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
@@ -25,16 +25,19 @@ _LEAST_BIT = 12
 
 @triton.constexpr_function
 def of_eight(stored: str) -> bool:
+    """Whether codes have 8 bits."""
     return stored in ("Q8_0", "F8_E4M3")
 
 
 @triton.constexpr_function
 def has_least(stored: str) -> bool:
+    """Whether there are least values beside scales."""
     return stored in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 @triton.constexpr_function
 def has_high(stored: str) -> bool:
+    """Whether high bits lie elsewhere."""
     return stored in ("Q5_0", "Q5_1", "Q5_K", "Q6_K")
 
 

@@ -1,7 +1,8 @@
 """What the GPU does with quantised weights: the bodies of `packed_matmul`, which launches them."""
 
-# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
-# ruff: noqa: N803
+# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;
+# tuples grow by what is added to them, which is what it takes.
+# ruff: noqa: N803, RUF005
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def few(
     first = tl.program_id(0) % groups * BLOCK_M
     at = ()
     for m in tl.static_range(BLOCK_M):
-        at = at + (tl.minimum(first + m, rows - 1) * (K // 2),)
+        at = at + (tl.minimum(first + m, rows - 1) * K,)
     row = tl.minimum(n, N - 1)
     found = row_products(x, at, p0, p1, p2, p3, 0, row, STORED, N, K, ROWS, COLUMNS, 1, PIECES, UNROLL)
     for m in tl.static_range(BLOCK_M):

@@ -6,19 +6,19 @@ are float32 [BLOCK_N] each, the products of some rows of x with rows n of a weig
 by the weight's bytes, and by instructions: about two for each code, and one more for each row of x. A row's sums are
 added in the same order, however many others there are, as long as PIECES are the same.
 
-* x points to float32, bfloat16 or float16, aligned to 4 bytes; `at` is a tuple of where rows of x are, in pairs of
-  values.
+* x points to float32, bfloat16 or float16, aligned to 8 bytes; `at` is a tuple of where rows of x are, multiples of 4.
 * p0 to p3, STORED, N, K, ROWS and COLUMNS are as in packed_tiles.py; of fp8, COLUMNS are a multiple of 32, or K, and K
   is a multiple of 32 for all.
 * expert is an integer; or, with several SLOTS, points to that of each, and products are summed over slots: in x, the
   inputs of one follow on those of another. n [BLOCK_N] are rows, all below N.
 * A piece is what a thread loads at once: four words, with 32 codes, or with 16 if they have 8 bits. PIECES of a row, a
   power of two, are taken at once by as many threads, and UNROLL times so many before the next are asked for. What is
-  made of x serves all rows that a thread has: let PIECES be less than an eighth of all threads.
+  made of x serves all rows that a thread has: let PIECES be less than half of all threads.
 """
 
-# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
-# ruff: noqa: N803
+# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;
+# tuples grow by what is added to them, which is what it takes.
+# ruff: noqa: N803, RUF005
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from lazyio.kernels.packed_codes import has_high, has_least, left_over, of_eight, piece_inputs, pieces_of, value, with_high
+from lazyio.kernels.packed_codes import (
+    has_high,
+    has_least,
+    left_over,
+    of_eight,
+    piece_inputs,
+    pieces_of,
+    value,
+    with_high,
+)
 from lazyio.kernels.packed_tiles import loaded_scales, scale_rows, scales_of
 
 
@@ -65,11 +74,22 @@ def row_products(
     for _ in tl.static_range(len(at)):
         accs = accs + (tl.zeros((n.shape[0], PIECES), tl.float32),)
     for first in range(0, steps, UNROLL):
+        # All that these steps take of the weight is on its way before the first of it is waited for.
+        experts, loads = (), ()
+        for i in tl.static_range(UNROLL):
+            experts = experts + (_experts(expert, (first + i) * PIECES, of_row, SLOTS, PIECES),)
         for i in tl.static_range(UNROLL):
             start = (first + i) * PIECES
-            accs = _add_pieces(
-                accs, x, at, p0, p1, p2, p3, expert, n, start, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, checked
+            of_words, of_pieces = experts[i]
+            loads = loads + (
+                _load_pieces(
+                    p0, p1, p2, p3, of_words, of_pieces, n, start, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, checked
+                ),
             )
+        # Past this no load is moved: the assembler would put each where it is waited for, to save registers.
+        tl.debug_barrier()
+        for i in tl.static_range(UNROLL):
+            accs = _add_pieces(accs, x, at, loads[i], (first + i) * PIECES, STORED, K, SLOTS, PIECES, checked)
     sums = ()
     for m in tl.static_range(len(at)):
         sums = sums + (tl.sum(accs[m], 1),)
@@ -77,15 +97,34 @@ def row_products(
 
 
 @triton.jit
-def _add_pieces(
-    accs: tl.tuple,
-    x: tl.tensor,
-    at: tl.tuple,
+def _experts(
+    expert: tl.tensor, start: tl.tensor, OF_ROW: tl.constexpr, SLOTS: tl.constexpr, PIECES: tl.constexpr
+) -> tl.tuple:
+    """Those of the words, [1, words], and of the pieces from `start` on, [PIECES, 1]; or the only one."""
+    if SLOTS > 1:
+        word, piece = (start * 4 + tl.arange(0, PIECES * 4))[None, :], (start + tl.arange(0, PIECES))[:, None]
+        slot = start // OF_ROW
+        of_words = tl.load(expert + tl.minimum(slot, SLOTS - 1)).to(tl.int32)
+        of_pieces = of_words
+        # As many more as pieces can be of, one number for all threads each.
+        for _ in tl.static_range(min(SLOTS - 1, (PIECES + OF_ROW - 2) // OF_ROW)):
+            slot += 1
+            following = tl.load(expert + tl.minimum(slot, SLOTS - 1)).to(tl.int32)
+            of_words = tl.where(word >= slot * (OF_ROW * 4), following, of_words)
+            of_pieces = tl.where(piece >= slot * OF_ROW, following, of_pieces)
+    else:
+        of_words, of_pieces = expert, expert
+    return tl.cast(of_words, tl.int64), tl.cast(of_pieces, tl.int64)
+
+
+@triton.jit
+def _load_pieces(
     p0: tl.tensor,
     p1: tl.tensor,
     p2: tl.tensor,
     p3: tl.tensor,
-    expert: tl.tensor,
+    of_words: tl.tensor,
+    of_pieces: tl.tensor,
     n: tl.tensor,
     start: tl.tensor,
     STORED: tl.constexpr,
@@ -97,56 +136,81 @@ def _add_pieces(
     PIECES: tl.constexpr,
     CHECKED: tl.constexpr,
 ) -> tl.tuple:
-    """`accs` and the products of the pieces from `start` on."""
+    """What a weight has for the pieces from `start` on: words, high bits, scales and units as they are stored."""
     of_row: tl.constexpr = pieces_of(STORED, K)
     # Tiles are of rows and words; or of pieces and rows, by which Triton shares them out among threads in the same way.
     word, piece = start * 4 + tl.arange(0, PIECES * 4), start + tl.arange(0, PIECES)
-    live = word < SLOTS * of_row * 4
-    # Two inputs follow on each other for each half of a word, and those of its next place 16 further.
-    group: tl.constexpr = 2 * piece_inputs(STORED)
-    pair = word + word // 8 * (group // 2 - 8)
-    of_words, of_pieces = expert, expert
-    if SLOTS > 1:
-        slot = tl.minimum(word // (of_row * 4), SLOTS - 1)
-        pair += slot * ((K - of_row * piece_inputs(STORED)) // 2)
-        of_words = tl.load(expert + slot)[None, :]
-        of_pieces = tl.load(expert + tl.minimum(piece // of_row, SLOTS - 1))[:, None]
     if SLOTS > 1 or CHECKED:
         word, piece = word % (of_row * 4), piece % of_row
-    first = word // 8 * group
-    of_words, of_pieces = tl.cast(of_words, tl.int64), tl.cast(of_pieces, tl.int64)
     of_weight: tl.constexpr = N * of_row * 4
     words = tl.load(p0 + n.to(tl.int64)[:, None] * (of_row * 4) + (of_words * of_weight + word[None, :]))
-    words = _four(words.to(tl.uint32, bitcast=True))
-    high = words[0]
+    high = words
     if has_high(STORED):
         high = _high(p1, n, of_pieces, piece, STORED, N, K)
     p2 += of_pieces * _scales_of_weight(STORED, N, K, ROWS, COLUMNS)
     row = scale_rows(0, n[None, :], STORED, N, ROWS)
     if of_eight(STORED):
-        scale = _byte_scales(p2, row, piece, STORED, K, COLUMNS)
-        accs = _add_places(accs, x, at, pair, first, live, words, high, scale, scale, 0, 2, STORED, K, CHECKED)
+        scales = _byte_scales(p2, row, piece, STORED, K, COLUMNS)
+        units = scales
     elif STORED == "Q6_K":
-        p3 += of_pieces * (N * K // 256)
-        scales = _scales_of_16(p2, p3, row, piece, K)
-        for place in tl.static_range(4):
-            scale = scales[place]
-            accs = _add_places(accs, x, at, pair, first, live, words, high, scale, scale, place, 1, STORED, K, CHECKED)
+        units = tl.load(p3 + of_pieces * (N * K // 256) + (row * (K // 256) + (piece // 8)[:, None]))
+        scales = tl.load(p2.to(tl.pointer_type(tl.int32)) + (row * (K // 64) + (piece // 2)[:, None]))
     else:
+        p3 += of_pieces * (N * K // 256)
         if SLOTS > 1:
-            p2, p3 = p2[:, :, None], (p3 + of_pieces * (N * K // 256))[:, :, None]
-        else:
-            p3 += of_pieces * (N * K // 256)
-        loaded, units = loaded_scales(
+            p2, p3 = p2[:, :, None], p3[:, :, None]
+        scales, units = loaded_scales(
             p2, p3, row[:, :, None], (piece // 2)[:, None, None], STORED, K, COLUMNS, K % 64 != 0
         )
-        s0, s1, s2, s3, more0, more1 = scales_of(loaded, units, STORED)
+    return words.to(tl.uint32, bitcast=True), high, scales, units
+
+
+@triton.jit
+def _add_pieces(
+    accs: tl.tuple,
+    x: tl.tensor,
+    at: tl.tuple,
+    loaded: tl.tuple,
+    start: tl.tensor,
+    STORED: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PIECES: tl.constexpr,
+    CHECKED: tl.constexpr,
+) -> tl.tuple:
+    """`accs` and the products of the pieces from `start` on."""
+    of_row: tl.constexpr = pieces_of(STORED, K)
+    # Four inputs that follow on each other are of two words, and those of their next place are 16 further.
+    four = start * 2 + tl.arange(0, PIECES * 2)
+    live = four < SLOTS * of_row * 2
+    group: tl.constexpr = 2 * piece_inputs(STORED)
+    column = four + four // 4 * (group // 4 - 4)
+    if SLOTS > 1:
+        slot = tl.minimum(four // (of_row * 2), SLOTS - 1)
+        column += slot * ((K - of_row * piece_inputs(STORED)) // 4)
+    if SLOTS > 1 or CHECKED:
+        four = four % (of_row * 2)
+    first = four // 4 * group
+    words, high, scales, units = loaded
+    words = _four(words)
+    if of_eight(STORED):
+        scale = _byte_values(scales, STORED)
+        accs = _add_places(accs, x, at, column, first, live, words, high, scale, scale, 0, 2, STORED, K, CHECKED)
+    elif STORED == "Q6_K":
+        four = _scales_of_16(scales, units)
+        for place in tl.static_range(4):
+            scale = four[place]
+            accs = _add_places(
+                accs, x, at, column, first, live, words, high, scale, scale, place, 1, STORED, K, CHECKED
+            )
+    else:
+        s0, _, s2, _, more0, more1 = scales_of(scales, units, STORED)
         least0, least1 = s0, s2
         if has_least(STORED):
             least0, least1 = more0, more1
         s0, s2, least0, least1 = tl.trans(s0), tl.trans(s2), tl.trans(least0), tl.trans(least1)
-        accs = _add_places(accs, x, at, pair, first, live, words, high, s0, least0, 0, 2, STORED, K, CHECKED)
-        accs = _add_places(accs, x, at, pair, first, live, words, high, s2, least1, 2, 2, STORED, K, CHECKED)
+        accs = _add_places(accs, x, at, column, first, live, words, high, s0, least0, 0, 2, STORED, K, CHECKED)
+        accs = _add_places(accs, x, at, column, first, live, words, high, s2, least1, 2, 2, STORED, K, CHECKED)
     return accs
 
 
@@ -155,7 +219,7 @@ def _add_places(
     accs: tl.tuple,
     x: tl.tensor,
     at: tl.tuple,
-    pair: tl.tensor,
+    column: tl.tensor,
     first: tl.tensor,
     live: tl.tensor,
     words: tl.tuple,
@@ -173,8 +237,7 @@ def _add_places(
     for m in tl.static_range(len(at)):
         mine, found = (), tl.zeros((1, words[0].shape[1]), tl.float32)
         for i in tl.static_range(PLACES):
-            lower, upper = _inputs(x, at[m], pair, first, live, PLACE + i, STORED, K, CHECKED)
-            mine = mine + _four(lower) + _four(upper)
+            mine = mine + _inputs(x, at[m], column, first, live, PLACE + i, STORED, K, CHECKED)
         for i in tl.static_range(8 * PLACES):
             found = _less(found, mine[i], left_over(STORED, i // 4 % 2, PLACE + i // 8))
         inputs, founds = inputs + (mine,), founds + (found,)
@@ -225,7 +288,7 @@ def _four(words: tl.tensor) -> tl.tuple:
 def _inputs(
     x: tl.tensor,
     at: tl.tensor,
-    pair: tl.tensor,
+    column: tl.tensor,
     first: tl.tensor,
     live: tl.tensor,
     PLACE: tl.constexpr,
@@ -233,26 +296,58 @@ def _inputs(
     K: tl.constexpr,
     CHECKED: tl.constexpr,
 ) -> tl.tuple:
-    """What codes of one place are multiplied with, those of lower and of upper halves: float32 [1, words]."""
+    """What codes of one place are multiplied with, those of lower halves and then of upper: 8 float32 [1, PIECES]."""
     use = live
     if K % 64 != 0:
         use = use & (first + 16 * PLACE < K)
     masked: tl.constexpr = CHECKED or K % 64 != 0
-    place = pair + 8 * PLACE
+    x += at
     if x.dtype.element_ty == tl.float32:
-        place = x + 2 * at + place * 2
-        lower, upper = _some(place, use, masked), _some(place + 1, use, masked)
+        two, others = (
+            _two_words(x, column * 2 + 8 * PLACE, use, masked),
+            _two_words(x, column * 2 + 8 * PLACE + 1, use, masked),
+        )
+        lower0, lower2 = tl.split(two.to(tl.uint32).to(tl.float32, bitcast=True))
+        upper0, upper2 = tl.split((two >> 32).to(tl.uint32).to(tl.float32, bitcast=True))
+        lower1, lower3 = tl.split(others.to(tl.uint32).to(tl.float32, bitcast=True))
+        upper1, upper3 = tl.split((others >> 32).to(tl.uint32).to(tl.float32, bitcast=True))
     else:
-        both = _some(x.to(tl.pointer_type(tl.int32)) + at + place, use, masked).to(tl.uint32, bitcast=True)
-        if x.dtype.element_ty == tl.bfloat16:
-            lower = (both << 16).to(tl.float32, bitcast=True)
-            upper = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
-        else:
-            lower = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-            upper = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        two, others = tl.split(_two_words(x, column + 4 * PLACE, use, masked))
+        lower0, upper0 = _two_halves(two.to(tl.uint32), x.dtype.element_ty)
+        lower1, upper1 = _two_halves((two >> 32).to(tl.uint32), x.dtype.element_ty)
+        lower2, upper2 = _two_halves(others.to(tl.uint32), x.dtype.element_ty)
+        lower3, upper3 = _two_halves((others >> 32).to(tl.uint32), x.dtype.element_ty)
+    found = (lower0, lower1, lower2, lower3, upper0, upper1, upper2, upper3)
     if STORED == "F8_E4M3":
-        lower, upper = lower * 1.152921504606847e18, upper * 1.152921504606847e18  # 2 ** 60: half of what codes lack
-    return lower[None, :], upper[None, :]
+        found = _times(found, 1.152921504606847e18)  # 2 ** 60: half of what codes lack
+    return found
+
+
+@triton.jit
+def _times(parts: tl.tuple, FACTOR: tl.constexpr) -> tl.tuple:
+    found = ()
+    for i in tl.static_range(len(parts)):
+        found = found + (parts[i] * FACTOR,)
+    return found
+
+
+@triton.jit
+def _two_words(x: tl.tensor, place: tl.tensor, use: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
+    """8 bytes for each of two words of pieces: [1, PIECES, 2]."""
+    both = _some(x.to(tl.pointer_type(tl.int64)) + place, use, MASKED).to(tl.uint64, bitcast=True)
+    return tl.reshape(both, (1, both.shape[0] // 2, 2))
+
+
+@triton.jit
+def _two_halves(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """The numbers of 16 bits in words, as float32."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        lower = (words << 16).to(tl.float32, bitcast=True)
+        upper = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        lower = (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        upper = (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return lower, upper
 
 
 @triton.jit
@@ -272,22 +367,25 @@ def _byte_scales(
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Those of pieces of codes of 8 bits: [BLOCK_N, PIECES]."""
+    """Those of pieces of codes of 8 bits, as they are stored: [PIECES, BLOCK_N]."""
     if STORED == "F8_E4M3":
         place = row * ((K + COLUMNS - 1) // COLUMNS) + (piece // 2 * 32 // COLUMNS)[:, None]
-        scale = _some(p2 + place, (piece // 2 * 32 < K)[:, None], K % 64 != 0) * 1.152921504606847e18
     else:
         place = row * (K // 32) + (piece // 2)[:, None]
-        scale = _some(p2 + place, (piece // 2 * 32 < K)[:, None], K % 64 != 0).to(tl.float32)
-    return tl.trans(scale)
+    return _some(p2 + place, (piece // 2 * 32 < K)[:, None], K % 64 != 0)
 
 
 @triton.jit
-def _scales_of_16(p2: tl.tensor, p3: tl.tensor, row: tl.tensor, piece: tl.tensor, K: tl.constexpr) -> tl.tensor:
+def _byte_values(scales: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
+    if STORED == "F8_E4M3":
+        scales *= 1.152921504606847e18
+    return tl.trans(scales.to(tl.float32))
+
+
+@triton.jit
+def _scales_of_16(scales: tl.tensor, units: tl.tensor) -> tl.tuple:
     """Those of Q6_K, of each place."""
-    unit = tl.load(p3 + (row * (K // 256) + (piece // 8)[:, None])).to(tl.float32)
-    four = tl.load(p2.to(tl.pointer_type(tl.int32)) + (row * (K // 64) + (piece // 2)[:, None]))
-    four = four.to(tl.uint32, bitcast=True) ^ 0x80808080
+    unit, four = units.to(tl.float32), scales.to(tl.uint32, bitcast=True) ^ 0x80808080
     s0, s1 = unit * _byte_number(four, 0), unit * _byte_number(four, 8)
     s2, s3 = unit * _byte_number(four, 16), unit * _byte_number(four, 24)
     return tl.trans(s0), tl.trans(s1), tl.trans(s2), tl.trans(s3)

@@ -259,9 +259,9 @@ def of_codes(launch: Launch, body: str) -> list[Config]:
         return [Config(*way) for way in ways]
     # Steps that are made at once, for each size of a step.
     if body == "gate_up":
-        parts, unrolls = (4, 8, 16, 32), {256: (2, 5, 10), 512: (1, 2, 5), 1024: (1, 3)}
+        parts, unrolls = (2, 4, 8, 16), {256: (5, 10), 512: (3, 5), 1024: (2, 3)}
     else:
-        parts, unrolls = (8, 16, 32), {256: (5, 13), 512: (4, 7, 13), 1024: (4, 7)}
+        parts, unrolls = (4, 8, 16, 32), {256: (13, 25), 512: (5, 7, 13), 1024: (4, 7)}
     sizes = [(step, unroll) for step, of_step in unrolls.items() for unroll in of_step]
     ways = itertools.product(parts, sizes, (1, 2, 4, 8))
     some = [Config(part, step, warps, 1, unroll) for part, (step, unroll), warps in ways]
@@ -269,9 +269,9 @@ def of_codes(launch: Launch, body: str) -> list[Config]:
 
 
 def sensible(config: Config, rows_of_part: int) -> bool:
-    """Whether threads have one to eight rows, and there are more of them than words in what is common to all rows."""
+    """Whether threads have one to four rows, room for what is loaded, and more of them than half a row's words."""
     rows = config.part * rows_of_part * config.step // 32 / (32 * config.warps)
-    return 1 <= rows <= 8 and config.step // 8 < 32 * config.warps
+    return 1 <= rows <= 4 and rows * config.unroll <= 28 and config.step // 16 < 32 * config.warps
 
 
 def runs(work: Work, launch: Launch) -> bool:
