@@ -86,6 +86,8 @@ BY_TILE = (
 _MOST_BY_CODES = 16
 # Larger tiles of float32, or beside what unpacks weights, have no room for their products.
 _MOST_ROWS_BUT_PLAIN_HALVES = 64
+# Compute capability from which on launches overlap.
+_OVERLAPS = (9, 0)
 # Pairs that are looked at at once where they are sorted, and values that are summed at once.
 _SORTED, _SUMMED = 2048, 1024
 
@@ -181,9 +183,10 @@ def _by_pair(
     hidden, width, slots = sizes.values()
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
     x = x.clone() if x.data_ptr() % 8 else x  # of packed weights, 8 bytes are multiplied at a time
+    overlap = _by_codes(gate_up, 1) and _by_codes(down, 1) and _can_overlap(x.device)
     config = _config(launch.gate_up, gate_up)
     if _by_codes(gate_up, launch.rows):
-        body, more = _code_bodies().gate_up_rows, _of_pieces(config, gate_up, 1)
+        body, more = _code_bodies().gate_up_rows, _of_pieces(config, gate_up, 1, overlap)
     else:
         body, more = _bodies().gate_up_rows, _of_values(config, gate_up)
     body[(-(-width // config.part), chosen.numel())](
@@ -191,7 +194,8 @@ def _by_pair(
     )
     config = _config(launch.down, down)
     if _by_codes(down, launch.rows):
-        body, more = _code_bodies().down_rows, _of_pieces(config, down, slots)
+        body, more = _code_bodies().down_rows, _of_pieces(config, down, slots, overlap)
+        more |= {"launch_pdl": True} if overlap else {}
     else:
         body, more = _bodies().down_rows, {**_of_values(config, down), "TOGETHER": math.gcd(config.together, slots)}
     body[(-(-hidden // config.part), len(x))](
@@ -287,12 +291,18 @@ def _of_values(config: Config, weight: Weight) -> dict[str, int]:
     return {"STEP": math.gcd(config.step, weight.shape[-1]), "STAGES": config.stages, "UNROLL": config.unroll}
 
 
-def _of_pieces(config: Config, weight: Weight, slots: int) -> dict[str, int]:
+def _can_overlap(device: torch.device) -> bool:
+    """Whether a launch can begin before the end of the one before it, on this GPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OVERLAPS
+
+
+def _of_pieces(config: Config, weight: Weight, slots: int, overlap: bool) -> dict[str, int]:
     """And with codes, of rows of so many slots. What is loaded goes to registers, so there are no stages."""
     assert isinstance(weight, PackedWeight)
     words = weight.planes[0].shape[-1] * slots
     pieces = min(config.step // 32, 1 << (words // 4 - 1).bit_length())
-    return {"PIECES": pieces, "UNROLL": min(config.unroll, -(-words // (4 * pieces))), "num_stages": 1}
+    unroll = min(config.unroll, -(-words // (4 * pieces)))
+    return {"PIECES": pieces, "UNROLL": unroll, "OVERLAP": overlap, "num_stages": 1}
 
 
 def _step(config: Config, weight: Weight, rows: int) -> int:

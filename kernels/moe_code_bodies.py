@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from lazyio.kernels import packed_products
 from lazyio.kernels.packed_products import load_scales
@@ -76,8 +77,11 @@ def gate_up_rows(
     PART: tl.constexpr,
     PIECES: tl.constexpr,  # of a row, at once
     UNROLL: tl.constexpr,
+    OVERLAP: tl.constexpr,  # down_rows begins before gate_up_rows ends, and waits for it after having loaded weights
 ) -> None:
     """silu(gate) * up * weight of one pair."""
+    if OVERLAP:
+        gdc_launch_dependents()
     pair = tl.program_id(1)
     expert = tl.load(chosen + pair)
     each = tl.arange(0, 2 * PART)
@@ -99,6 +103,7 @@ def gate_up_rows(
         1,
         PIECES,
         UNROLL,
+        False,
     )
     found = tl.sum(_act(both[:, None]), 1) * tl.load(weights + pair)
     row = tl.program_id(0) * PART + tl.arange(0, PART)
@@ -123,6 +128,7 @@ def down_rows(
     PART: tl.constexpr,
     PIECES: tl.constexpr,
     UNROLL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """The sum over a token's experts of some of their outputs: a row of all of its experts is taken as one."""
     token = tl.program_id(1)
@@ -145,6 +151,7 @@ def down_rows(
         SLOTS,
         PIECES,
         UNROLL,
+        OVERLAP,
     )
     tl.store(out + token.to(tl.int64) * HIDDEN + row, total, mask=row < HIDDEN)
 

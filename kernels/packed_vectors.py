@@ -1,6 +1,6 @@
 """Products of very few rows with quantised weights, in the bodies of kernels: `row_products`.
 
-    ys = row_products(x, at, p0, p1, p2, p3, expert, n, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL)
+    ys = row_products(x, at, p0, p1, p2, p3, expert, n, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL, LATE)
 
 are float32 [BLOCK_N] each, the products of some rows of x with rows n of a weight. No tensor cores take part: time goes
 by the weight's bytes, and by instructions: about two for each code, and one more for each row of x. A row's sums are
@@ -14,6 +14,7 @@ added in the same order, however many others there are, as long as PIECES are th
 * A piece is what a thread loads at once: four words, with 32 codes, or with 16 if they have 8 bits. PIECES of a row, a
   power of two, are taken at once by as many threads, and UNROLL times so many before the next are asked for. What is
   made of x serves all rows that a thread has: let PIECES be less than half of all threads.
+* LATE if x is what the launch before makes, which this one is allowed to begin before the end of (`launch_pdl`).
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import triton
 from triton import language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from lazyio.kernels.packed_codes import (
     has_high,
@@ -65,6 +67,7 @@ def row_products(
     SLOTS: tl.constexpr,
     PIECES: tl.constexpr,
     UNROLL: tl.constexpr,
+    LATE: tl.constexpr,
 ) -> tl.tuple:
     """See above."""
     of_row: tl.constexpr = pieces_of(STORED, K)
@@ -88,6 +91,8 @@ def row_products(
             )
         # Past this no load is moved: the assembler would put each where it is waited for, to save registers.
         tl.debug_barrier()
+        if LATE:
+            gdc_wait()
         for i in tl.static_range(UNROLL):
             accs = _add_pieces(accs, x, at, loads[i], (first + i) * PIECES, STORED, K, SLOTS, PIECES, checked)
     sums = ()
