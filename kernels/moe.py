@@ -68,6 +68,13 @@ BY_PAIR = Launch(
     gate_up=Ways(Config(8, 512, 4, 1), Config(8, 512, 4, 1, unroll=5)),
     down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(8, 1024, 4, 1, unroll=7)),
 )
+#: Tiles of few rows, if experts are packed and have at most so many pairs.
+BY_FEW = Launch(
+    2.5,
+    4,
+    gate_up=Ways(Config(64, 64, 4, 4), Config(16, 512, 4, 1, unroll=2)),
+    down=Ways(Config(64, 64, 4, 4), Config(64, 256, 4, 1, unroll=2)),
+)
 #: The first whose mean is not less than that of the ubatch.
 BY_TILE = (
     Launch(
@@ -82,6 +89,8 @@ BY_TILE = (
         down=Ways(Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
     ),
 )
+# Rows of a tile up to which products are made without tensor cores.
+_MOST_BY_VECTORS = 4
 # Rows of a tile up to which codes of packed weights are multiplied as they are.
 _MOST_BY_CODES = 16
 # Larger tiles of float32, or beside what unpacks weights, have no room for their products.
@@ -132,16 +141,19 @@ def moe(
     chosen, weights = chosen.contiguous(), weights.contiguous()
     is_packed = isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight)
     plain_halves = x.dtype != torch.float32 and not is_packed
-    launch = launch or launch_of(len(x), chosen.shape[1], down.shape[0], plain_halves)
+    by_codes = all(_by_codes(one, BY_FEW.rows) for one in (gate_up, down))
+    launch = launch or launch_of(len(x), chosen.shape[1], down.shape[0], plain_halves, by_codes)
     by = _by_pair if launch.rows == 1 else _by_tile
     by(launch, x, chosen, weights, gate_up, down, out)
     return out
 
 
-def launch_of(tokens: int, slots: int, experts: int, plain_halves: bool) -> Launch:
-    """How so many tokens are taken, where weights are plain and of 16 bits, and where they are not."""
+def launch_of(tokens: int, slots: int, experts: int, plain_halves: bool, by_codes: bool = False) -> Launch:
+    """How so many tokens are taken, where weights are plain and of 16 bits, where codes are multiplied, and else."""
     if tokens <= FEW:
         return BY_PAIR
+    if by_codes and tokens * slots <= BY_FEW.mean * experts:
+        return BY_FEW
     fitting = [one for one in BY_TILE if plain_halves or one.rows <= _MOST_ROWS_BUT_PLAIN_HALVES]
     return next((one for one in fitting if tokens * slots <= one.mean * experts), fitting[-1])
 
@@ -218,28 +230,30 @@ def _by_tile(
     most_tiles = len(tables[1])
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
     parts = torch.empty(chosen.numel(), hidden, dtype=x.dtype, device=x.device)
+    x = x.clone() if x.data_ptr() % 8 else x
     config = _config(launch.gate_up, gate_up)
-    bodies_of = _code_bodies() if _by_codes(gate_up, launch.rows) else _bodies()
-    bodies_of.gate_up_tiles[(-(-width // config.part), most_tiles)](
-        *(x, *tables, weights, *_planes(gate_up), inner),
-        **sizes,
-        ROWS=launch.rows,
-        **_constants(config, gate_up),
-        STEP=_step(config, gate_up, launch.rows),
-        num_stages=_stages(config, gate_up, 2 * config.part, launch.rows, x),
+    body, more = _of_tiles("gate_up", launch, gate_up, 2 * config.part, x)
+    body[(-(-width // config.part), most_tiles)](
+        *(x, *tables, weights, *_planes(gate_up), inner), **sizes, **_constants(config, gate_up), **more
     )
     config = _config(launch.down, down)
-    bodies_of = _code_bodies() if _by_codes(down, launch.rows) else _bodies()
-    bodies_of.down_tiles[(-(-hidden // config.part), most_tiles)](
-        *(inner, *tables, *_planes(down), parts),
-        HIDDEN=hidden,
-        WIDTH=width,
-        ROWS=launch.rows,
-        **_constants(config, down),
-        STEP=_step(config, down, launch.rows),
-        num_stages=_stages(config, down, config.part, launch.rows, x),
+    body, more = _of_tiles("down", launch, down, config.part, x)
+    body[(-(-hidden // config.part), most_tiles)](
+        *(inner, *tables, *_planes(down), parts), HIDDEN=hidden, WIDTH=width, **_constants(config, down), **more
     )
     _bodies().combine[(len(x), -(-hidden // _SUMMED))](parts, out, HIDDEN=hidden, SLOTS=slots, PART=_SUMMED)
+
+
+def _of_tiles(name: str, launch: Launch, weight: Weight, outputs: int, x: torch.Tensor) -> tuple[Any, dict[str, int]]:
+    """The body of this name for tiles of this launch, and what it takes besides."""
+    config, by_codes = _config(getattr(launch, name), weight), _by_codes(weight, launch.rows)
+    if launch.rows <= _MOST_BY_VECTORS:
+        more = _of_pieces(config, weight, 1, False)
+        del more["OVERLAP"]
+        return getattr(_code_bodies(), f"{name}_few"), more
+    body = getattr(_code_bodies() if by_codes else _bodies(), f"{name}_tiles")
+    stages = _stages(config, weight, outputs, launch.rows, x)
+    return body, {"ROWS": launch.rows, "STEP": _step(config, weight, launch.rows), "num_stages": stages}
 
 
 def sorted_by_expert(chosen: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -369,5 +383,6 @@ KERNEL = Kernel(
         *(_bodies().gate_up_tiles, _bodies().down_tiles, _bodies().combine),
         *(_code_bodies().gate_up_rows, _code_bodies().down_rows),
         *(_code_bodies().gate_up_tiles, _code_bodies().down_tiles),
+        *(_code_bodies().gate_up_few, _code_bodies().down_few),
     ],
 )

@@ -4,8 +4,9 @@ The bodies are those of moe_bodies.py whose names they have: pairs one by one, o
 multiplied as they are, see packed_products.py. Rows of gate and up lie in turns here, so that one product makes both.
 """
 
-# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
-# ruff: noqa: N803
+# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;
+# tuples grow by what is added to them, which is what it takes.
+# ruff: noqa: N803, RUF005
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
@@ -245,3 +246,166 @@ def down_tiles(
     live = (at < stop)[:, None] & (row < HIDDEN)[None, :]
     place_out = tl.load(order + some).to(tl.int64)[:, None] * HIDDEN + row[None, :]
     tl.store(parts + place_out, tl.trans(found).to(parts.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def gate_up_few(
+    x: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    total: tl.tensor,
+    weights: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    w3: tl.tensor,
+    inner: tl.tensor,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    PIECES: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    """As `gate_up_tiles`, of tiles of up to 4 rows without tensor cores: most are of one or two, so each is a way."""
+    if tl.program_id(1) >= tl.load(total):
+        return
+    tiles += tl.program_id(1) * 3
+    expert, first, stop = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
+    each, row = tl.arange(0, 2 * PART), tl.program_id(0) * PART + tl.arange(0, PART)
+    n = tl.minimum(tl.program_id(0) * PART + each // 2, WIDTH - 1) + each % 2 * WIDTH
+    if stop - first == 1:
+        _gate_up_few(
+            *(x, order, weights, w0, w1, w2, w3, inner, expert, first, stop, n, row, HIDDEN, WIDTH, SLOTS, STORED),
+            *(BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL),
+        )
+    elif stop - first == 2:
+        _gate_up_few(
+            *(x, order, weights, w0, w1, w2, w3, inner, expert, first, stop, n, row, HIDDEN, WIDTH, SLOTS, STORED),
+            *(BLOCK_ROWS, BLOCK_COLUMNS, 2, PIECES, UNROLL),
+        )
+    else:
+        _gate_up_few(
+            *(x, order, weights, w0, w1, w2, w3, inner, expert, first, stop, n, row, HIDDEN, WIDTH, SLOTS, STORED),
+            *(BLOCK_ROWS, BLOCK_COLUMNS, 4, PIECES, UNROLL),
+        )
+
+
+@triton.jit
+def _gate_up_few(
+    x: tl.tensor,
+    order: tl.tensor,
+    weights: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    w3: tl.tensor,
+    inner: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    stop: tl.tensor,
+    n: tl.tensor,
+    row: tl.tensor,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    M: tl.constexpr,
+    PIECES: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    at, scales = (), ()
+    for m in tl.static_range(M):
+        pair = tl.load(order + tl.minimum(first + m, stop - 1))
+        at, scales = at + ((pair // SLOTS).to(tl.int64) * HIDDEN,), scales + (tl.load(weights + pair),)
+    both = row_products(
+        *(x, at, w0, w1, w2, w3, expert, n, STORED, 2 * WIDTH, HIDDEN, BLOCK_ROWS, BLOCK_COLUMNS),
+        *(1, PIECES, UNROLL, False),
+    )
+    for m in tl.static_range(M):
+        found = tl.sum(_act(both[m][:, None]), 1) * scales[m]
+        place = inner + (first + m).to(tl.int64) * WIDTH + row
+        tl.store(place, found.to(inner.dtype.element_ty), mask=row < tl.where(first + m < stop, WIDTH, 0))
+
+
+@triton.jit
+def down_few(
+    inner: tl.tensor,
+    order: tl.tensor,
+    tiles: tl.tensor,
+    total: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    w3: tl.tensor,
+    parts: tl.tensor,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    PIECES: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    """As `down_tiles`, of tiles of up to 4 rows."""
+    if tl.program_id(1) >= tl.load(total):
+        return
+    tiles += tl.program_id(1) * 3
+    expert, first, stop = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
+    row = tl.program_id(0) * PART + tl.arange(0, PART)
+    if stop - first == 1:
+        _down_few(
+            *(inner, order, w0, w1, w2, w3, parts, expert, first, stop, row, HIDDEN, WIDTH, STORED),
+            *(BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL),
+        )
+    elif stop - first == 2:
+        _down_few(
+            *(inner, order, w0, w1, w2, w3, parts, expert, first, stop, row, HIDDEN, WIDTH, STORED),
+            *(BLOCK_ROWS, BLOCK_COLUMNS, 2, PIECES, UNROLL),
+        )
+    else:
+        _down_few(
+            *(inner, order, w0, w1, w2, w3, parts, expert, first, stop, row, HIDDEN, WIDTH, STORED),
+            *(BLOCK_ROWS, BLOCK_COLUMNS, 4, PIECES, UNROLL),
+        )
+
+
+@triton.jit
+def _down_few(
+    inner: tl.tensor,
+    order: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    w3: tl.tensor,
+    parts: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    stop: tl.tensor,
+    row: tl.tensor,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    M: tl.constexpr,
+    PIECES: tl.constexpr,
+    UNROLL: tl.constexpr,
+) -> None:
+    at = ()
+    for m in tl.static_range(M):
+        at = at + (tl.minimum(first + m, stop - 1).to(tl.int64) * WIDTH,)
+    found = row_products(
+        *(inner, at, w0, w1, w2, w3, expert, tl.minimum(row, HIDDEN - 1), STORED, HIDDEN, WIDTH),
+        *(BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL, False),
+    )
+    for m in tl.static_range(M):
+        pair = tl.load(order + tl.minimum(first + m, stop - 1)).to(tl.int64)
+        place = parts + pair * HIDDEN + row
+        tl.store(place, found[m].to(parts.dtype.element_ty), mask=row < tl.where(first + m < stop, HIDDEN, 0))

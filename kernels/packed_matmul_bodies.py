@@ -105,4 +105,4 @@ def few(
     found = row_products(x, at, p0, p1, p2, p3, 0, row, STORED, N, K, ROWS, COLUMNS, 1, PIECES, UNROLL, False)
     for m in tl.static_range(BLOCK_M):
         place = out + (first + m) * N + n
-        tl.store(place, found[m].to(out.dtype.element_ty), mask=(n < N) & (first + m < rows))
+        tl.store(place, found[m].to(out.dtype.element_ty), mask=n < tl.where(first + m < rows, N, 0))

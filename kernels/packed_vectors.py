@@ -76,29 +76,81 @@ def row_products(
     accs = ()
     for _ in tl.static_range(len(at)):
         accs = accs + (tl.zeros((n.shape[0], PIECES), tl.float32),)
-    for first in range(0, steps, UNROLL):
-        # All that these steps take of the weight is on its way before the first of it is waited for.
-        experts, loads = (), ()
-        for i in tl.static_range(UNROLL):
-            experts = experts + (_experts(expert, (first + i) * PIECES, of_row, SLOTS, PIECES),)
-        for i in tl.static_range(UNROLL):
-            start = (first + i) * PIECES
-            of_words, of_pieces = experts[i]
-            loads = loads + (
-                _load_pieces(
-                    p0, p1, p2, p3, of_words, of_pieces, n, start, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, checked
-                ),
+    ahead = _load_steps(p0, p1, p2, p3, expert, n, 0, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL, checked)
+    if steps <= UNROLL:
+        accs = _add_steps(accs, x, at, ahead, 0, STORED, K, SLOTS, PIECES, UNROLL, LATE, checked)
+    else:
+        last: tl.constexpr = (steps - 1) // UNROLL * UNROLL
+        for first in range(0, steps, UNROLL):
+            loaded = ahead
+            following = tl.minimum(first + UNROLL, last)
+            ahead = _load_steps(
+                p0, p1, p2, p3, expert, n, following, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL, checked
             )
-        # Past this no load is moved: the assembler would put each where it is waited for, to save registers.
-        tl.debug_barrier()
-        if LATE:
-            gdc_wait()
-        for i in tl.static_range(UNROLL):
-            accs = _add_pieces(accs, x, at, loads[i], (first + i) * PIECES, STORED, K, SLOTS, PIECES, checked)
+            accs = _add_steps(accs, x, at, loaded, first, STORED, K, SLOTS, PIECES, UNROLL, LATE, checked)
     sums = ()
     for m in tl.static_range(len(at)):
         sums = sums + (tl.sum(accs[m], 1),)
     return sums
+
+
+@triton.jit
+def _load_steps(
+    p0: tl.tensor,
+    p1: tl.tensor,
+    p2: tl.tensor,
+    p3: tl.tensor,
+    expert: tl.tensor,
+    n: tl.tensor,
+    first: tl.tensor,
+    STORED: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PIECES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    CHECKED: tl.constexpr,
+) -> tl.tuple:
+    """All that these steps take of the weight, none of which is waited for yet."""
+    experts, loads = (), ()
+    for i in tl.static_range(UNROLL):
+        experts = experts + (_experts(expert, (first + i) * PIECES, pieces_of(STORED, K), SLOTS, PIECES),)
+    for i in tl.static_range(UNROLL):
+        start = (first + i) * PIECES
+        of_words, of_pieces = experts[i]
+        loads = loads + (
+            _load_pieces(
+                p0, p1, p2, p3, of_words, of_pieces, n, start, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, CHECKED
+            ),
+        )
+    return loads
+
+
+@triton.jit
+def _add_steps(
+    accs: tl.tuple,
+    x: tl.tensor,
+    at: tl.tuple,
+    loads: tl.tuple,
+    first: tl.tensor,
+    STORED: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PIECES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    LATE: tl.constexpr,
+    CHECKED: tl.constexpr,
+) -> tl.tuple:
+    """`accs` and the products of these steps."""
+    # Past this no load is moved: the assembler would put each where it is waited for, to save registers.
+    tl.debug_barrier()
+    if LATE:
+        gdc_wait()
+    for i in tl.static_range(UNROLL):
+        accs = _add_pieces(accs, x, at, loads[i], (first + i) * PIECES, STORED, K, SLOTS, PIECES, CHECKED)
+    return accs
 
 
 @triton.jit

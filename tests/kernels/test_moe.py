@@ -31,7 +31,7 @@ def some_of(given: Arguments, tokens: slice) -> Arguments:
 
 def by_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 16) -> None:
     """Tiles have so many rows, however few or many tokens there are."""
-    launch = next(one for one in moe.BY_TILE if one.rows == rows)
+    launch = next(one for one in (moe.BY_FEW, *moe.BY_TILE) if one.rows == rows)
     monkeypatch.setattr(moe, "launch_of", lambda *of: launch)
 
 
@@ -84,12 +84,15 @@ def test_a_token_is_the_same_whatever_few_others_there_are(stored: tuple[str, st
     assert torch.equal(run(given), torch.cat(alone))
 
 
-@pytest.mark.parametrize("stored", [None, ("Q4_0", "Q8_0")], ids=str)
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize(
+    ("rows", "stored"),
+    [(16, None), (32, None), *((rows, ("Q4_0", "Q8_0")) for rows in (4, 16, 32)), (4, ("Q4_K", "Q5_0"))],
+    ids=str,
+)
 def test_a_token_is_the_same_whatever_others_there_are_in_tiles(
     rows: int, stored: tuple[str, str] | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
-    given = of(30, device, stored=stored, slots=2, sizes=(5, 64, 32))
+    given = of(30, device, stored=stored, slots=2, sizes=(5, 64 if stored != ("Q4_K", "Q5_0") else 256, 32))
     by_tiles(monkeypatch, rows)
     whole = run(given)
     parts = [run(some_of(given, part)) for part in (slice(0, 1), slice(1, 12), slice(12, 30))]
@@ -152,6 +155,19 @@ def test_few_tokens_with_every_packed_type(stored: str, dtype: torch.dtype, devi
     assert contract.error_of([run(given)], given.results(reference), within) <= within
 
 
+@pytest.mark.parametrize("stored", sorted(PACKED_TYPES))
+def test_tiles_of_few_rows_with_every_packed_type(stored: str, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """Tiles of one row, of two, and of more, the last of them not full."""
+    odd = TYPES[stored].block_values < 256
+    given = of(12, device, stored=(stored, stored), slots=1, sizes=(5, 608 if odd else 768, 96 if odd else 256))
+    given = replace(given, chosen=torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3, 0], device=device)[:, None])
+    given = replace(
+        given, chosen=torch.where(given.chosen == 0, torch.arange(12, device=device)[:, None] % 5, given.chosen)
+    )
+    by_tiles(monkeypatch, 4)
+    assert contract.error_of([run(given)], given.results(reference), 1e-5) <= 1e-5
+
+
 def test_no_tokens(device: torch.device):
     given = some_of(of(3, device), slice(0, 0))
     assert run(given).shape == (0, given.x.shape[1])
@@ -168,6 +184,8 @@ def test_how_bodies_are_launched():
     rows = [moe.launch_of(tokens, 10, 512, plain_halves=True).rows for tokens in (1, 8, 9, 600, 700, 2048, 8192)]
     assert rows == [1, 1, 16, 16, 32, 64, 128]
     assert moe.launch_of(8192, 10, 512, plain_halves=False).rows == 64
+    rows = [moe.launch_of(tokens, 10, 512, plain_halves=False, by_codes=True).rows for tokens in (8, 9, 128, 129, 8192)]
+    assert rows == [1, 4, 4, 16, 64]
 
 
 def test_what_has_no_kernel():
