@@ -1,7 +1,7 @@
 """Products with quantised weights, which stay packed in memory. The bodies are in packed_matmul_bodies.py.
 
-Few rows are multiplied with the codes as they are, 16 at a time, in one pass over the weight's bytes each. For more
-rows the weight is dequantised first, and the product left to torch.
+Few rows are multiplied with the codes as they are: up to 4 without tensor cores, more 16 at a time, in one pass over
+the weight's bytes each. For still more the weight is dequantised first, and the product left to torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lazyio.kernels.contract import Case, Kernel, bodies, shared_bytes
 from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, reference_dequantise
 from lazyio.ple.dtypes import TYPES
 
-#: Rows that the weight's codes are multiplied with as they are.
-MOST_NARROW = 16
+#: Rows that the weight's codes are multiplied with as they are, and those of them that no tensor cores are used for.
+MOST_NARROW, MOST_FEW = 16, 4
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OLDEST = (8, 0)
@@ -29,9 +29,9 @@ _OLDEST = (8, 0)
 def matmul(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T: [rows, outputs] in x's dtype, on the current stream; never waits.
 
-    x [rows, inputs], contiguous: float32, bfloat16 or float16; sums are in float32. With up to MOST_NARROW rows the
-    result of a row doesn't depend on how many others there are, nor on what they are. With more, the weight is
-    dequantised into memory for as long as the product takes.
+    x [rows, inputs], contiguous: float32, bfloat16 or float16; sums are in float32. The result of a
+    row doesn't depend on what the others are; nor on how many there are, as long as it's MOST_FEW at most, or more and
+    MOST_NARROW at most. With more, the weight is dequantised into memory for as long as the product takes.
     Raises Unsupported where Triton is missing, and on a GPU older than compute capability 8.0.
     """
     _check(x, weight)
@@ -45,6 +45,9 @@ def matmul(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = Non
         return out
     if len(x) > MOST_NARROW or not _has_narrow(weight):
         return torch.matmul(x, dequantise(weight, x.dtype).t(), out=out)
+    if len(x) <= MOST_FEW and weight.shape[1] % 32 == 0:
+        launch_few(x, weight, out, next(config for least, config in FEW if weight.shape[0] >= least))
+        return out
     launch_narrow(x, weight, out, next(config for least, config in NARROW if weight.shape[0] >= least))
     return out
 
@@ -84,6 +87,7 @@ class Config:
     inputs: int
     warps: int
     stages: int = 1
+    unroll: int = 1  # steps at once, of few rows
 
 
 #: Chosen on an H200.
@@ -92,6 +96,35 @@ EXPAND = Config(8, 512, 4)
 #: By the least number of outputs, the first that fits. Inputs and warps decide in which order a row's products are
 #: added, so they don't depend on how many rows there are.
 NARROW: Sequence[tuple[int, Config]] = [(8192, Config(32, 512, 4, 3)), (0, Config(16, 1024, 8, 3))]
+
+
+#: As `NARROW`, of up to MOST_FEW rows, by what programs take of an H200. Inputs are 32 times pieces.
+FEW: Sequence[tuple[int, Config]] = [
+    (100_000, Config(32, 512, 4, unroll=5)),
+    (8192, Config(16, 512, 4, unroll=5)),
+    (0, Config(8, 512, 4, unroll=12)),
+]
+
+
+def launch_few(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
+    """The kernel of up to MOST_FEW rows at once, as `config` says; any number of rows is right."""
+    x = x.clone() if x.data_ptr() % 8 else x  # 8 bytes are multiplied at a time
+    rows = min(MOST_FEW, 1 << (len(x) - 1).bit_length())
+    words = weight.planes[0].shape[-1]
+    pieces = min(config.inputs // 32, 1 << (words // 4 - 1).bit_length())
+    steps = -(-words // (4 * pieces))
+    # Rows take registers, as what is loaded at once does.
+    unroll = max(some for some in range(1, max(1, config.unroll // rows) + 1) if steps % some == 0)
+    _bodies().few[(-(-weight.shape[0] // config.outputs) * -(-len(x) // rows),)](
+        *(x, *weight.pointers(), out, len(x)),
+        **_constants(weight),
+        BLOCK_M=rows,
+        BLOCK_N=config.outputs,
+        PIECES=pieces,
+        UNROLL=unroll,
+        num_warps=config.warps,
+        num_stages=1,
+    )
 
 
 def launch_narrow(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
@@ -261,5 +294,5 @@ KERNEL = Kernel(
     reference=lambda given: [reference(given.x, given.weight)],
     cases=_cases(),
     controls=CONTROLS,
-    bodies=lambda: [_bodies().narrow, _bodies().expand],
+    bodies=lambda: [_bodies().few, _bodies().narrow, _bodies().expand],
 )

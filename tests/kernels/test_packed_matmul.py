@@ -9,7 +9,7 @@ from lazyio.errors import Unsupported
 from lazyio.kernels import packed, packed_matmul
 from lazyio.kernels.contract import error_of
 from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, reference_dequantise
-from lazyio.kernels.packed_matmul import CONTROLS, MOST_NARROW, Arguments, dequantise, matmul, reference
+from lazyio.kernels.packed_matmul import CONTROLS, MOST_FEW, MOST_NARROW, Arguments, dequantise, matmul, reference
 from lazyio.ple.dtypes import TYPES
 
 
@@ -44,10 +44,13 @@ def test_a_row_is_the_same_alone_and_among_others(stored: str, device: torch.dev
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     x = torch.randn(16, 1280, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     together = matmul(x, weight)
-    for others in (x[:9], x[:3], x[:1]):
-        assert torch.equal(matmul(others.contiguous(), weight), together[: len(others)])
-    noise = torch.cat([x[:1], torch.full_like(x[1:8], torch.inf)])
-    assert torch.equal(matmul(noise, weight)[:1], together[:1])
+    assert torch.equal(matmul(x[:9], weight), together[:9])
+    together = matmul(x[:MOST_FEW], weight)
+    for others in (x[:3], x[:2], x[:1]):
+        assert torch.equal(matmul(others, weight), together[: len(others)])
+    for rows in (MOST_FEW, 8):
+        noise = torch.cat([x[:1], torch.full_like(x[1:rows], torch.inf)])
+        assert torch.equal(matmul(noise, weight)[:1], matmul(x[:rows], weight)[:1])
 
 
 @pytest.mark.parametrize("stored", sorted(PACKED_TYPES))
@@ -61,13 +64,18 @@ def test_faults_of_codes_and_scales_are_seen(stored: str, device: torch.device):
 
 def test_few_rows_take_the_kernel_of_few_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch):
     launched = []
-    monkeypatch.setattr(packed_matmul, "launch_narrow", lambda x, *_: launched.append(len(x)))
+    for name in ("launch_few", "launch_narrow"):
+        monkeypatch.setattr(packed_matmul, name, lambda x, *_, name=name: launched.append((name, len(x))))
     weight = random("Q4_0", (8, 64), device)
-    for rows in (0, 1, MOST_NARROW, MOST_NARROW + 1):
+    for rows in (0, 1, MOST_FEW, MOST_FEW + 1, MOST_NARROW, MOST_NARROW + 1):
         x = torch.zeros(rows, 64, device=device)
         assert matmul(x, weight).shape == (rows, 8)
     matmul(torch.zeros(1, 64, device=device), packed.random("F8_E4M3", (8, 64), device, made(device), 0.02, (4, 24)))
-    assert launched == [1, MOST_NARROW]
+    few, narrow = (
+        [("launch_few", rows) for rows in (1, MOST_FEW)],
+        [("launch_narrow", rows) for rows in (5, MOST_NARROW)],
+    )
+    assert launched == [*few, *narrow]
 
 
 def test_old_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch):
@@ -88,7 +96,7 @@ def test_each_code_is_multiplied_as_what_it_stands_for(stored: str, device: torc
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if dtype == torch.bfloat16 and device.type == "cpu":  # the interpreter cuts off what it has no room for
             continue
-        for start in (0, 192):
-            x = torch.eye(256, device=device, dtype=dtype)[start : start + 16].contiguous()
+        for start, rows in ((0, 16), (192, 16), (68, 4), (252, 4)):
+            x = torch.eye(256, device=device, dtype=dtype)[start : start + rows].contiguous()
             found = matmul(x, weight).float().t()
-            torch.testing.assert_close(found, values[:, start : start + 16], rtol=0.01, atol=0)
+            torch.testing.assert_close(found, values[:, start : start + rows], rtol=0.01, atol=0)
