@@ -1,7 +1,8 @@
 """What the GPU does for a mixture of experts whose weights are packed, for few rows of each expert.
 
-The bodies are those of moe_bodies.py whose names they have: pairs one by one, or tiles of up to 16 rows. Codes are
-multiplied as they are, see packed_products.py. Rows of gate and up lie in turns here, so that one product makes both.
+The bodies are those of moe_bodies.py whose names they have, pairs one by one or tiles of up to 16 rows; and those with
+`few` in their names, for tiles of up to 4 rows. Codes are multiplied as they are: see packed_products.py for tiles of 16
+rows, packed_vectors.py for the others. Rows of gate and up lie in turns here, so that one product makes both.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;
@@ -88,23 +89,8 @@ def gate_up_rows(
     each = tl.arange(0, 2 * PART)
     n = tl.minimum(tl.program_id(0) * PART + each // 2, WIDTH - 1) + each % 2 * WIDTH
     (both,) = row_products(
-        x,
-        ((pair // SLOTS).to(tl.int64) * HIDDEN,),
-        w0,
-        w1,
-        w2,
-        w3,
-        expert,
-        n,
-        STORED,
-        2 * WIDTH,
-        HIDDEN,
-        BLOCK_ROWS,
-        BLOCK_COLUMNS,
-        1,
-        PIECES,
-        UNROLL,
-        False,
+        *(x, ((pair // SLOTS).to(tl.int64) * HIDDEN,), w0, w1, w2, w3, expert, n, STORED, 2 * WIDTH, HIDDEN),
+        *(BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL, False),
     )
     found = tl.sum(_act(both[:, None]), 1) * tl.load(weights + pair)
     row = tl.program_id(0) * PART + tl.arange(0, PART)
@@ -136,23 +122,8 @@ def down_rows(
     row = tl.program_id(0) * PART + tl.arange(0, PART)
     n = tl.minimum(row, HIDDEN - 1)
     (total,) = row_products(
-        inner,
-        (token.to(tl.int64) * (SLOTS * WIDTH),),
-        w0,
-        w1,
-        w2,
-        w3,
-        chosen + token * SLOTS,
-        n,
-        STORED,
-        HIDDEN,
-        WIDTH,
-        BLOCK_ROWS,
-        BLOCK_COLUMNS,
-        SLOTS,
-        PIECES,
-        UNROLL,
-        OVERLAP,
+        *(inner, (token.to(tl.int64) * (SLOTS * WIDTH),), w0, w1, w2, w3, chosen + token * SLOTS, n),
+        *(STORED, HIDDEN, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS, SLOTS, PIECES, UNROLL, OVERLAP),
     )
     tl.store(out + token.to(tl.int64) * HIDDEN + row, total, mask=row < HIDDEN)
 

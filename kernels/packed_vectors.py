@@ -38,15 +38,9 @@ from lazyio.kernels.packed_codes import (
     value,
     with_high,
 )
-from lazyio.kernels.packed_tiles import loaded_scales, scale_rows, scales_of
-
-
-@triton.constexpr_function
-def _scales_of_weight(stored: str, outputs: int, inputs: int, rows: int, columns: int) -> int:
-    """How many elements the plane of scales of a weight has."""
-    if stored == "F8_E4M3":
-        return -(-outputs // rows) * -(-inputs // columns)
-    return outputs * (inputs // (16 if stored == "Q6_K" else 32))
+from lazyio.kernels.packed_inputs import inputs_of
+from lazyio.kernels.packed_loads import experts_of, load_pieces
+from lazyio.kernels.packed_tiles import scales_of
 
 
 @triton.jit
@@ -116,12 +110,12 @@ def _load_steps(
     """All that these steps take of the weight, none of which is waited for yet."""
     experts, loads = (), ()
     for i in tl.static_range(UNROLL):
-        experts = experts + (_experts(expert, (first + i) * PIECES, pieces_of(STORED, K), SLOTS, PIECES),)
+        experts = experts + (experts_of(expert, (first + i) * PIECES, pieces_of(STORED, K), SLOTS, PIECES),)
     for i in tl.static_range(UNROLL):
         start = (first + i) * PIECES
         of_words, of_pieces = experts[i]
         loads = loads + (
-            _load_pieces(
+            load_pieces(
                 p0, p1, p2, p3, of_words, of_pieces, n, start, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, CHECKED
             ),
         )
@@ -151,75 +145,6 @@ def _add_steps(
     for i in tl.static_range(UNROLL):
         accs = _add_pieces(accs, x, at, loads[i], (first + i) * PIECES, STORED, K, SLOTS, PIECES, CHECKED)
     return accs
-
-
-@triton.jit
-def _experts(
-    expert: tl.tensor, start: tl.tensor, OF_ROW: tl.constexpr, SLOTS: tl.constexpr, PIECES: tl.constexpr
-) -> tl.tuple:
-    """Those of the words, [1, words], and of the pieces from `start` on, [PIECES, 1]; or the only one."""
-    if SLOTS > 1:
-        word, piece = (start * 4 + tl.arange(0, PIECES * 4))[None, :], (start + tl.arange(0, PIECES))[:, None]
-        slot = start // OF_ROW
-        of_words = tl.load(expert + tl.minimum(slot, SLOTS - 1)).to(tl.int32)
-        of_pieces = of_words
-        # As many more as pieces can be of, one number for all threads each.
-        for _ in tl.static_range(min(SLOTS - 1, (PIECES + OF_ROW - 2) // OF_ROW)):
-            slot += 1
-            following = tl.load(expert + tl.minimum(slot, SLOTS - 1)).to(tl.int32)
-            of_words = tl.where(word >= slot * (OF_ROW * 4), following, of_words)
-            of_pieces = tl.where(piece >= slot * OF_ROW, following, of_pieces)
-    else:
-        of_words, of_pieces = expert, expert
-    return tl.cast(of_words, tl.int64), tl.cast(of_pieces, tl.int64)
-
-
-@triton.jit
-def _load_pieces(
-    p0: tl.tensor,
-    p1: tl.tensor,
-    p2: tl.tensor,
-    p3: tl.tensor,
-    of_words: tl.tensor,
-    of_pieces: tl.tensor,
-    n: tl.tensor,
-    start: tl.tensor,
-    STORED: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PIECES: tl.constexpr,
-    CHECKED: tl.constexpr,
-) -> tl.tuple:
-    """What a weight has for the pieces from `start` on: words, high bits, scales and units as they are stored."""
-    of_row: tl.constexpr = pieces_of(STORED, K)
-    # Tiles are of rows and words; or of pieces and rows, by which Triton shares them out among threads in the same way.
-    word, piece = start * 4 + tl.arange(0, PIECES * 4), start + tl.arange(0, PIECES)
-    if SLOTS > 1 or CHECKED:
-        word, piece = word % (of_row * 4), piece % of_row
-    of_weight: tl.constexpr = N * of_row * 4
-    words = tl.load(p0 + n.to(tl.int64)[:, None] * (of_row * 4) + (of_words * of_weight + word[None, :]))
-    high = words
-    if has_high(STORED):
-        high = _high(p1, n, of_pieces, piece, STORED, N, K)
-    p2 += of_pieces * _scales_of_weight(STORED, N, K, ROWS, COLUMNS)
-    row = scale_rows(0, n[None, :], STORED, N, ROWS)
-    if of_eight(STORED):
-        scales = _byte_scales(p2, row, piece, STORED, K, COLUMNS)
-        units = scales
-    elif STORED == "Q6_K":
-        units = tl.load(p3 + of_pieces * (N * K // 256) + (row * (K // 256) + (piece // 8)[:, None]))
-        scales = tl.load(p2.to(tl.pointer_type(tl.int32)) + (row * (K // 64) + (piece // 2)[:, None]))
-    else:
-        p3 += of_pieces * (N * K // 256)
-        if SLOTS > 1:
-            p2, p3 = p2[:, :, None], p3[:, :, None]
-        scales, units = loaded_scales(
-            p2, p3, row[:, :, None], (piece // 2)[:, None, None], STORED, K, COLUMNS, K % 64 != 0
-        )
-    return words.to(tl.uint32, bitcast=True), high, scales, units
 
 
 @triton.jit
@@ -294,7 +219,7 @@ def _add_places(
     for m in tl.static_range(len(at)):
         mine, found = (), tl.zeros((1, words[0].shape[1]), tl.float32)
         for i in tl.static_range(PLACES):
-            mine = mine + _inputs(x, at[m], column, first, live, PLACE + i, STORED, K, CHECKED)
+            mine = mine + inputs_of(x, at[m], column, first, live, PLACE + i, STORED, K, CHECKED)
         for i in tl.static_range(8 * PLACES):
             found = _less(found, mine[i], left_over(STORED, i // 4 % 2, PLACE + i // 8))
         inputs, founds = inputs + (mine,), founds + (found,)
@@ -342,97 +267,6 @@ def _four(words: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def _inputs(
-    x: tl.tensor,
-    at: tl.tensor,
-    column: tl.tensor,
-    first: tl.tensor,
-    live: tl.tensor,
-    PLACE: tl.constexpr,
-    STORED: tl.constexpr,
-    K: tl.constexpr,
-    CHECKED: tl.constexpr,
-) -> tl.tuple:
-    """What codes of one place are multiplied with, those of lower halves and then of upper: 8 float32 [1, PIECES]."""
-    use = live
-    if K % 64 != 0:
-        use = use & (first + 16 * PLACE < K)
-    masked: tl.constexpr = CHECKED or K % 64 != 0
-    x += at
-    if x.dtype.element_ty == tl.float32:
-        two, others = (
-            _two_words(x, column * 2 + 8 * PLACE, use, masked),
-            _two_words(x, column * 2 + 8 * PLACE + 1, use, masked),
-        )
-        lower0, lower2 = tl.split(two.to(tl.uint32).to(tl.float32, bitcast=True))
-        upper0, upper2 = tl.split((two >> 32).to(tl.uint32).to(tl.float32, bitcast=True))
-        lower1, lower3 = tl.split(others.to(tl.uint32).to(tl.float32, bitcast=True))
-        upper1, upper3 = tl.split((others >> 32).to(tl.uint32).to(tl.float32, bitcast=True))
-    else:
-        two, others = tl.split(_two_words(x, column + 4 * PLACE, use, masked))
-        lower0, upper0 = _two_halves(two.to(tl.uint32), x.dtype.element_ty)
-        lower1, upper1 = _two_halves((two >> 32).to(tl.uint32), x.dtype.element_ty)
-        lower2, upper2 = _two_halves(others.to(tl.uint32), x.dtype.element_ty)
-        lower3, upper3 = _two_halves((others >> 32).to(tl.uint32), x.dtype.element_ty)
-    found = (lower0, lower1, lower2, lower3, upper0, upper1, upper2, upper3)
-    if STORED == "F8_E4M3":
-        found = _times(found, 1.152921504606847e18)  # 2 ** 60: half of what codes lack
-    return found
-
-
-@triton.jit
-def _times(parts: tl.tuple, FACTOR: tl.constexpr) -> tl.tuple:
-    found = ()
-    for i in tl.static_range(len(parts)):
-        found = found + (parts[i] * FACTOR,)
-    return found
-
-
-@triton.jit
-def _two_words(x: tl.tensor, place: tl.tensor, use: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    """8 bytes for each of two words of pieces: [1, PIECES, 2]."""
-    both = _some(x.to(tl.pointer_type(tl.int64)) + place, use, MASKED).to(tl.uint64, bitcast=True)
-    return tl.reshape(both, (1, both.shape[0] // 2, 2))
-
-
-@triton.jit
-def _two_halves(words: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """The numbers of 16 bits in words, as float32."""
-    if DTYPE == tl.bfloat16:  # noqa: SIM300
-        lower = (words << 16).to(tl.float32, bitcast=True)
-        upper = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
-    else:
-        lower = (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        upper = (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return lower, upper
-
-
-@triton.jit
-def _some(place: tl.tensor, use: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    if MASKED:
-        return tl.load(place, mask=use, other=0)
-    else:
-        return tl.load(place)
-
-
-@triton.jit
-def _byte_scales(
-    p2: tl.tensor,
-    row: tl.tensor,
-    piece: tl.tensor,
-    STORED: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> tl.tensor:
-    """Those of pieces of codes of 8 bits, as they are stored: [PIECES, BLOCK_N]."""
-    if STORED == "F8_E4M3":
-        place = row * ((K + COLUMNS - 1) // COLUMNS) + (piece // 2 * 32 // COLUMNS)[:, None]
-    else:
-        place = row * (K // 32) + (piece // 2)[:, None]
-    return _some(p2 + place, (piece // 2 * 32 < K)[:, None], K % 64 != 0)
-
-
-@triton.jit
 def _byte_values(scales: tl.tensor, STORED: tl.constexpr) -> tl.tensor:
     if STORED == "F8_E4M3":
         scales *= 1.152921504606847e18
@@ -452,24 +286,6 @@ def _scales_of_16(scales: tl.tensor, units: tl.tensor) -> tl.tuple:
 def _byte_number(word: tl.tensor, FIRST_BIT: tl.constexpr) -> tl.tensor:
     """A byte of a word, less 128."""
     return (word >> FIRST_BIT & 255 | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-
-
-@triton.jit
-def _high(
-    p1: tl.tensor,
-    n: tl.tensor,
-    expert: tl.tensor,
-    piece: tl.tensor,
-    STORED: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-) -> tl.tensor:
-    """The high bits of pieces: [BLOCK_N, PIECES], those of a piece as one number."""
-    of_row: tl.constexpr = pieces_of(STORED, K)
-    p1 = p1.to(tl.pointer_type(tl.uint64 if STORED == "Q6_K" else tl.uint32))
-    # That pieces follow on each other is hidden from Triton: a thread would load several, and pass them on to others.
-    piece = piece ^ tl.program_id(2)  # no grid has a third dimension
-    return tl.trans(tl.load(p1 + n.to(tl.int64)[None, :] * of_row + (expert * (N * of_row) + piece[:, None])))
 
 
 @triton.jit

@@ -200,8 +200,9 @@ def compare_choosing(counts: list[int], sizes: Sizes) -> None:
 def sweep_launches(stored: str, work: Work, sizes: Sizes) -> None:
     """The ways to launch each product, with the other as it is; and both as they are, by pair and by tiles."""
     floor = work.floor_us(sizes)
-    now = moe.launch_of(len(work.x), sizes.slots, sizes.experts, not isinstance(work.gate_up, packed.PackedWeight))
-    candidates = {f"as {one.rows} rows": one for one in (moe.BY_PAIR, *moe.BY_TILE) if worth_it(one, work)}
+    is_packed = isinstance(work.gate_up, packed.PackedWeight)
+    now = moe.launch_of(len(work.x), sizes.slots, sizes.experts, not is_packed, is_packed)
+    candidates = {f"as {one.rows} rows": one for one in (moe.BY_PAIR, moe.BY_FEW, *moe.BY_TILE) if worth_it(one, work)}
     for body in ("gate_up", "down"):
         for launch in (now,) if now.rows == 1 or len(work.x) > 16 else (moe.BY_PAIR, now):
             for config in configs(launch, body, isinstance(getattr(work, body), packed.PackedWeight)):
@@ -230,7 +231,9 @@ def short(names: list[str], of_each: int = 7) -> Iterator[str]:
 
 
 def worth_it(launch: Launch, work: Work) -> bool:
-    return launch.rows > 1 or len(work.x) <= 64
+    if launch.rows == moe.BY_FEW.rows and not isinstance(work.gate_up, packed.PackedWeight):
+        return False
+    return launch.rows > 4 or len(work.x) <= (64 if launch.rows == 1 else 256)
 
 
 def settings(config: Config) -> dict[str, int]:
@@ -254,6 +257,11 @@ def configs(launch: Launch, body: str, is_packed: bool) -> list[Config]:
 
 
 def of_codes(launch: Launch, body: str) -> list[Config]:
+    if launch.rows == moe.BY_FEW.rows:
+        parts = (8, 16, 32) if body == "gate_up" else (32, 64, 128)
+        ways = itertools.product(parts, (256, 512) if body == "gate_up" else (128, 256), (2, 4), (1, 2))
+        some = [Config(part, step, warps, 1, unroll) for part, step, warps, unroll in ways]
+        return [config for config in some if sensible(config, 2 if body == "gate_up" else 1)]
     if launch.rows > 1:
         ways = itertools.product((16, 32, 64), (128, 256, 512), (4, 8), (3, 4))
         return [Config(*way) for way in ways]

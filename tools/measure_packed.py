@@ -7,7 +7,8 @@
 Times are those of CUDA graphs which go over several weights, more than the L2 cache holds. Few rows are given with
 the share of --bandwidth that the weight's bytes alone take. For more rows three ways are compared: the kernel of few
 rows, which takes 16 at a time, a fused kernel, and dequantising with a product of torch's; how long these two take
-alone is given too. With --sweep, launches of the kernel of few rows are compared.
+alone is given too. With --sweep, launches of the kernels of few rows are compared,
+those with tensor cores and those without, which are told by what they do at once.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it.
@@ -213,8 +214,12 @@ def sweep_launches(stored: str, size: Sequence[int], counts: Sequence[int], band
     weights = weights_of(stored, size)
     few = [rows_of(count, size) for count in counts]
     configs = [Config(*one) for one in itertools.product((16, 32, 64), (512, 1024, 2048), (4, 8, 16), (2, 3, 4))]
+    configs = [*filter(sensible, configs)]
+    ways = itertools.product((4, 8, 16, 32, 64), (256, 512, 1024), (2, 4, 8), (1, 2, 5, 12))
+    some = [Config(outputs, inputs, warps, 1, unroll) for outputs, inputs, warps, unroll in ways]
+    configs += [config for config in some if sensible_few(config)]
     with ThreadPoolExecutor(12) as pool:  # compiles several at a time
-        works = pool.map(lambda config: sensible(config) and all(right(x, weights[0], config) for x in few), configs)
+        works = pool.map(lambda config: all(right(x, weights[0], config) for x in few), configs)
         configs = [config for config, one_works in zip(configs, works, strict=True) if one_works]
     times: dict[Config, list[float]] = {}
     for config in configs:
@@ -224,11 +229,14 @@ def sweep_launches(stored: str, size: Sequence[int], counts: Sequence[int], band
         ways = [lambda weight, x=x, config=config: launched_as(config, x, weight) for x in few]
         times[config] = [microseconds(way, weights) for way in ways]
     table = Table(
-        stored, *("outputs", "inputs", "warps", "stages"), *(f"{count} rows: us, share" for count in counts), box=None
+        stored,
+        *("outputs", "inputs", "warps", "stages", "at once"),
+        *(f"{count} rows: us, share" for count in counts),
+        box=None,
     )
-    for config in sorted(times, key=lambda config: times[config][0])[:12]:
+    for config in sorted(times, key=lambda config: times[config][0])[:16]:
         cells = [f"{took:.1f}, {weights[0].nbytes / took / 1e6 / bandwidth:.2f}" for took in times[config]]
-        told = (config.outputs, config.inputs, config.warps, config.stages)
+        told = (config.outputs, config.inputs, config.warps, config.stages, config.unroll)
         table.add_row("x".join(map(str, size)), *map(str, told), *cells)
     console.print(table)
 
@@ -239,9 +247,17 @@ def sensible(config: Config) -> bool:
     return config.inputs >= 64 * config.warps and config.warps <= groups <= 8 * config.warps
 
 
+def sensible_few(config: Config) -> bool:
+    """Whether threads have one to four rows, room for what is loaded, and more of them than half a row's words."""
+    rows = config.outputs * config.inputs // 32 / (32 * config.warps)
+    return 1 <= rows <= 4 and rows * config.unroll <= 24 and config.inputs // 16 < 32 * config.warps
+
+
 def launched_as(config: Config, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """With tensor cores those that have stages."""
     out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
-    packed_matmul.launch_narrow(x, weight, out, config)
+    launch = packed_matmul.launch_narrow if config.stages > 1 else packed_matmul.launch_few
+    launch(x, weight, out, config)
     return out
 
 
