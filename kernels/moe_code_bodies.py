@@ -1,8 +1,8 @@
 """What the GPU does for a mixture of experts whose weights are packed, for few rows of each expert.
 
 The bodies are those of moe_bodies.py whose names they have, pairs one by one or tiles of up to 16 rows; and those with
-`few` in their names, for tiles of up to 4 rows. Codes are multiplied as they are: see packed_products.py for tiles of 16
-rows, packed_vectors.py for the others. Rows of gate and up lie in turns here, so that one product makes both.
+`few` in their names, for tiles of up to 4. Codes are multiplied as they are: see packed_products.py for tiles of 16,
+packed_vectors.py for the others. Rows of gate and up lie in turns here, so that one product makes both.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;
