@@ -7,6 +7,7 @@ waits to know which.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -305,6 +306,7 @@ def _of_values(config: Config, weight: Weight) -> dict[str, int]:
     return {"STEP": math.gcd(config.step, weight.shape[-1]), "STAGES": config.stages, "UNROLL": config.unroll}
 
 
+@functools.cache
 def _can_overlap(device: torch.device) -> bool:
     """Whether a launch can begin before the end of the one before it, on this GPU."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OVERLAPS
