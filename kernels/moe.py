@@ -73,8 +73,8 @@ BY_PAIR = Launch(
 BY_FEW = Launch(
     2.5,
     4,
-    gate_up=Ways(Config(64, 64, 4, 4), Config(16, 512, 4, 1, unroll=2)),
-    down=Ways(Config(64, 64, 4, 4), Config(64, 256, 4, 1, unroll=2)),
+    gate_up=Ways(Config(64, 64, 4, 4), Config(16, 512, 4, 1)),
+    down=Ways(Config(64, 64, 4, 4), Config(64, 256, 4, 1)),
 )
 #: The first whose mean is not less than that of the ubatch.
 BY_TILE = (
