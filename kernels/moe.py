@@ -308,8 +308,9 @@ def _of_values(config: Config, weight: Weight) -> dict[str, int]:
 
 @functools.cache
 def _can_overlap(device: torch.device) -> bool:
-    """Whether a launch can begin before the end of the one before it, on this GPU."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OVERLAPS
+    """Whether a launch can begin before the end of the one before it, on this GPU. AMD numbers its own otherwise."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= _OVERLAPS
 
 
 def _of_pieces(config: Config, weight: Weight, slots: int, overlap: bool) -> dict[str, int]:
@@ -317,7 +318,8 @@ def _of_pieces(config: Config, weight: Weight, slots: int, overlap: bool) -> dic
     assert isinstance(weight, PackedWeight)
     words = weight.planes[0].shape[-1] * slots
     pieces = min(config.step // 32, 1 << (words // 4 - 1).bit_length())
-    unroll = min(config.unroll, -(-words // (4 * pieces)))
+    steps = -(-words // (4 * pieces))
+    unroll = -(-steps // -(-steps // config.unroll))  # as many each time
     return {"PIECES": pieces, "UNROLL": unroll, "OVERLAP": overlap, "num_stages": 1}
 
 

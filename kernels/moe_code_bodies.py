@@ -121,8 +121,11 @@ def down_rows(
     token = tl.program_id(1)
     row = tl.program_id(0) * PART + tl.arange(0, PART)
     n = tl.minimum(row, HIDDEN - 1)
+    experts = chosen + token * SLOTS
+    if SLOTS == 1:
+        experts = tl.load(experts)
     (total,) = row_products(
-        *(inner, (token.to(tl.int64) * (SLOTS * WIDTH),), w0, w1, w2, w3, chosen + token * SLOTS, n),
+        *(inner, (token.to(tl.int64) * (SLOTS * WIDTH),), w0, w1, w2, w3, experts, n),
         *(STORED, HIDDEN, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS, SLOTS, PIECES, UNROLL, OVERLAP),
     )
     tl.store(out + token.to(tl.int64) * HIDDEN + row, total, mask=row < HIDDEN)

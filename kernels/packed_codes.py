@@ -1,6 +1,7 @@
 """Codes of quantised weights made floats, of the words that a thread has: what packed_vectors.py multiplies.
 
-A code is put into the mantissa of a float. What this has too much, `left_over`, is taken off the sum of products.
+A code is put into the mantissa of a float. What this has too much, `left_over`, is taken off the sum of products; or
+off the float, if EXACT: then nothing of a float32 input is lost, for one more instruction a code.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
@@ -75,16 +76,16 @@ def _over(stored: str, first_bit: int) -> float:
 
 
 @triton.constexpr_function
-def _is_far(first_bit: int) -> bool:
+def _is_far(first_bit: int, exact: bool) -> bool:
     """Whether a code from this bit on is so small a part of a float that the rest of it is taken off at once."""
-    return first_bit < _LEAST_BIT
+    return exact or first_bit < _LEAST_BIT
 
 
 @triton.constexpr_function
-def left_over(stored: str, half: int, place: int) -> float:
+def left_over(stored: str, half: int, place: int, exact: bool) -> float:
     """What `value` has too much."""
     _, first_bit = _placed(stored, half, place)
-    if stored in ("IQ4_NL", "F8_E4M3") or _is_far(first_bit):
+    if stored in ("IQ4_NL", "F8_E4M3") or _is_far(first_bit, exact):
         return 0.0
     return _over(stored, first_bit)
 
@@ -105,7 +106,9 @@ def with_high(words: tl.tensor, high: tl.tensor, ODD: tl.constexpr, STORED: tl.c
 
 
 @triton.jit
-def value(words: tl.tensor, HALF: tl.constexpr, PLACE: tl.constexpr, STORED: tl.constexpr) -> tl.tensor:
+def value(
+    words: tl.tensor, HALF: tl.constexpr, PLACE: tl.constexpr, STORED: tl.constexpr, EXACT: tl.constexpr
+) -> tl.tensor:
     """What the code of a half and a place stands for and what it has too much."""
     if STORED == "IQ4_NL":
         found = iq4_value(words >> (16 * HALF + 4 * PLACE) & 15)
@@ -115,13 +118,15 @@ def value(words: tl.tensor, HALF: tl.constexpr, PLACE: tl.constexpr, STORED: tl.
         signed = (words << left).to(tl.int32, bitcast=True) >> 4
         found = (signed.to(tl.uint32, bitcast=True) & 0x87F00000).to(tl.float32, bitcast=True)
     else:
-        found = _in_mantissa(words, _placed(STORED, HALF, PLACE)[0], _placed(STORED, HALF, PLACE)[1], STORED)
+        found = _in_mantissa(words, _placed(STORED, HALF, PLACE)[0], _placed(STORED, HALF, PLACE)[1], STORED, EXACT)
     return found
 
 
 @triton.jit
-def _in_mantissa(words: tl.tensor, MOVE: tl.constexpr, FIRST_BIT: tl.constexpr, STORED: tl.constexpr) -> tl.tensor:
-    """The bits of a code from one on, as a float that has `_over` too much; nothing too much if that is very much."""
+def _in_mantissa(
+    words: tl.tensor, MOVE: tl.constexpr, FIRST_BIT: tl.constexpr, STORED: tl.constexpr, EXACT: tl.constexpr
+) -> tl.tensor:
+    """The bits of a code from one on, as a float that has `_over` too much, or nothing too much: see `_is_far`."""
     mask: tl.constexpr = _mask(STORED, FIRST_BIT)
     bits: tl.constexpr = _exponent(STORED, FIRST_BIT)
     moved = words << MOVE if MOVE >= 0 else words >> -MOVE
@@ -132,7 +137,7 @@ def _in_mantissa(words: tl.tensor, MOVE: tl.constexpr, FIRST_BIT: tl.constexpr, 
         found = (moved & mask ^ exponent).to(tl.float32, bitcast=True)
     else:
         found = (moved & mask | exponent).to(tl.float32, bitcast=True)
-    if _is_far(FIRST_BIT):
+    if _is_far(FIRST_BIT, EXACT):
         found = found - _over(STORED, FIRST_BIT)
     return found
 

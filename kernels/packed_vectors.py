@@ -215,19 +215,21 @@ def _add_places(
     CHECKED: tl.constexpr,
 ) -> tl.tuple:
     """`accs` and products of the codes of some places, which have the same scale."""
+    exact: tl.constexpr = x.dtype.element_ty == tl.float32
     inputs, founds = (), ()
     for m in tl.static_range(len(at)):
         mine, found = (), tl.zeros((1, words[0].shape[1]), tl.float32)
         for i in tl.static_range(PLACES):
             mine = mine + inputs_of(x, at[m], column, first, live, PLACE + i, STORED, K, CHECKED)
         for i in tl.static_range(8 * PLACES):
-            found = _less(found, mine[i], left_over(STORED, i // 4 % 2, PLACE + i // 8))
+            found = _less(found, mine[i], left_over(STORED, i // 4 % 2, PLACE + i // 8, exact))
         inputs, founds = inputs + (mine,), founds + (found,)
     for i in tl.static_range(4 * PLACES):
         of_place = words[i % 4]
         if has_high(STORED):
             of_place = with_high(of_place, _of_word(high, i % 4, STORED), (PLACE + i // 4) % 2, STORED)
-        lower, upper = value(of_place, 0, PLACE + i // 4, STORED), value(of_place, 1, PLACE + i // 4, STORED)
+        lower = value(of_place, 0, PLACE + i // 4, STORED, exact)
+        upper = value(of_place, 1, PLACE + i // 4, STORED, exact)
         then = ()
         for m in tl.static_range(len(at)):
             mine = inputs[m]
