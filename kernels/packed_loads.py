@@ -21,6 +21,12 @@ def _scales_of_weight(stored: str, outputs: int, inputs: int, rows: int, columns
     return outputs * (inputs // (16 if stored == "Q6_K" else 32))
 
 
+@triton.constexpr_function
+def _further_slots(of_row: int, slots: int, pieces: int) -> int:
+    """How many slots, beyond that of the first of them, pieces can be of. Each expert is one number for all threads."""
+    return min(slots - 1, (pieces + of_row - 2) // of_row)
+
+
 @triton.jit
 def experts_of(
     expert: tl.tensor, start: tl.tensor, OF_ROW: tl.constexpr, SLOTS: tl.constexpr, PIECES: tl.constexpr
@@ -31,8 +37,7 @@ def experts_of(
         slot = start // OF_ROW
         of_words = tl.load(expert + tl.minimum(slot, SLOTS - 1)).to(tl.int32)
         of_pieces = of_words
-        # As many more as pieces can be of, one number for all threads each.
-        for _ in tl.static_range(min(SLOTS - 1, (PIECES + OF_ROW - 2) // OF_ROW)):
+        for _ in tl.static_range(_further_slots(OF_ROW, SLOTS, PIECES)):
             slot += 1
             following = tl.load(expert + tl.minimum(slot, SLOTS - 1)).to(tl.int32)
             of_words = tl.where(word >= slot * (OF_ROW * 4), following, of_words)
