@@ -3,7 +3,7 @@
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;
 # tuples grow by what is added to them, which is what it takes.
 # ruff: noqa: N803, RUF005
-# mypy: disable-error-code="untyped-decorator"
+# mypy: disable-error-code="untyped-decorator,assignment"
 
 from __future__ import annotations
 

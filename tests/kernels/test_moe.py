@@ -189,6 +189,8 @@ def test_few_tokens_with_any_number_of_slots(slots: int, device: torch.device):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_inputs_that_begin_anywhere(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """8 bytes of them are multiplied at a time."""
+    if device.type == "cpu":
+        pytest.skip("CPUs read 8 bytes from anywhere")
     given = of(2, device, stored=("Q4_0", "Q4_0"), slots=2, sizes=(3, 64, 32))
     x = torch.cat([given.x.new_zeros(1), given.x.flatten()])[1:].view(given.x.shape)
     assert x.data_ptr() % 8
