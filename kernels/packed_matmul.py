@@ -112,9 +112,8 @@ def launch_few(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config:
     rows = min(MOST_FEW, 1 << (len(x) - 1).bit_length())
     words = weight.planes[0].shape[-1]
     pieces = min(config.inputs // 32, 1 << (words // 4 - 1).bit_length())
-    steps = -(-words // (4 * pieces))
     # Rows take registers, as what is loaded at once does.
-    unroll = max(some for some in range(1, max(1, config.unroll // rows) + 1) if steps % some == 0)
+    unroll = _divisor(-(-words // (4 * pieces)), config.unroll // rows)
     _bodies().few[(-(-weight.shape[0] // config.outputs) * -(-len(x) // rows),)](
         *(x, *weight.pointers(), out, len(x)),
         **_constants(weight),
@@ -125,6 +124,12 @@ def launch_few(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config:
         num_warps=config.warps,
         num_stages=1,
     )
+
+
+@functools.cache
+def _divisor(steps: int, most: int) -> int:
+    """The largest number up to `most` that divides them, or 1."""
+    return max(some for some in range(1, max(1, most) + 1) if steps % some == 0)
 
 
 def launch_narrow(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
