@@ -195,11 +195,11 @@ def _by_pair(
     sizes = _sizes(chosen, down)
     hidden, width, slots = sizes.values()
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
-    x = x.clone() if x.data_ptr() % 8 else x  # of packed weights, 8 bytes are multiplied at a time
+    x = packed.aligned(x)
     overlap = _by_codes(gate_up, 1) and _by_codes(down, 1) and _can_overlap(x.device)
     config = _config(launch.gate_up, gate_up)
     if _by_codes(gate_up, launch.rows):
-        body, more = _code_bodies().gate_up_rows, _of_pieces(config, gate_up, 1, overlap)
+        body, more = _code_bodies().gate_up_rows, _of_pieces(config, gate_up, 1) | {"OVERLAP": overlap}
     else:
         body, more = _bodies().gate_up_rows, _of_values(config, gate_up)
     body[(-(-width // config.part), chosen.numel())](
@@ -207,7 +207,7 @@ def _by_pair(
     )
     config = _config(launch.down, down)
     if _by_codes(down, launch.rows):
-        body, more = _code_bodies().down_rows, _of_pieces(config, down, slots, overlap)
+        body, more = _code_bodies().down_rows, _of_pieces(config, down, slots) | {"OVERLAP": overlap}
         more |= {"launch_pdl": True} if overlap else {}
     else:
         body, more = _bodies().down_rows, {**_of_values(config, down), "TOGETHER": math.gcd(config.together, slots)}
@@ -231,7 +231,7 @@ def _by_tile(
     most_tiles = len(tables[1])
     inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
     parts = torch.empty(chosen.numel(), hidden, dtype=x.dtype, device=x.device)
-    x = x.clone() if x.data_ptr() % 8 else x
+    x = packed.aligned(x)
     config = _config(launch.gate_up, gate_up)
     body, more = _of_tiles("gate_up", launch, gate_up, 2 * config.part, x)
     body[(-(-width // config.part), most_tiles)](
@@ -247,12 +247,10 @@ def _by_tile(
 
 def _of_tiles(name: str, launch: Launch, weight: Weight, outputs: int, x: torch.Tensor) -> tuple[Any, dict[str, int]]:
     """The body of this name for tiles of this launch, and what it takes besides."""
-    config, by_codes = _config(getattr(launch, name), weight), _by_codes(weight, launch.rows)
+    config = _config(getattr(launch, name), weight)
     if launch.rows <= _MOST_BY_VECTORS:
-        more = _of_pieces(config, weight, 1, False)
-        del more["OVERLAP"]
-        return getattr(_code_bodies(), f"{name}_few"), more
-    body = getattr(_code_bodies() if by_codes else _bodies(), f"{name}_tiles")
+        return getattr(_code_bodies(), f"{name}_few"), _of_pieces(config, weight, 1)
+    body = getattr(_code_bodies() if _by_codes(weight, launch.rows) else _bodies(), f"{name}_tiles")
     stages = _stages(config, weight, outputs, launch.rows, x)
     return body, {"ROWS": launch.rows, "STEP": _step(config, weight, launch.rows), "num_stages": stages}
 
@@ -313,14 +311,12 @@ def _can_overlap(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= _OVERLAPS
 
 
-def _of_pieces(config: Config, weight: Weight, slots: int, overlap: bool) -> dict[str, int]:
+def _of_pieces(config: Config, weight: Weight, slots: int) -> dict[str, int]:
     """And with codes, of rows of so many slots. What is loaded goes to registers, so there are no stages."""
     assert isinstance(weight, PackedWeight)
-    words = weight.planes[0].shape[-1] * slots
-    pieces = min(config.step // 32, 1 << (words // 4 - 1).bit_length())
-    steps = -(-words // (4 * pieces))
+    pieces, steps = packed.step_pieces(weight, config.step, slots)
     unroll = -(-steps // -(-steps // config.unroll))  # as many each time
-    return {"PIECES": pieces, "UNROLL": unroll, "OVERLAP": overlap, "num_stages": 1}
+    return {"PIECES": pieces, "UNROLL": unroll, "num_stages": 1}
 
 
 def _step(config: Config, weight: Weight, rows: int) -> int:

@@ -179,6 +179,18 @@ def pack(
     return weight
 
 
+def step_pieces(weight: PackedWeight, inputs: int, slots: int = 1) -> tuple[int, int]:
+    """Pieces (see packed_vectors.py) of a step of up to so many inputs, over rows of so many slots; and the steps."""
+    words = weight.planes[0].shape[-1] * slots
+    pieces = min(inputs // 32, 1 << (words // 4 - 1).bit_length())
+    return pieces, -(-words // (4 * pieces))
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x where 8 bytes of it can be loaded at a time, as they are where there are few rows: itself, or a copy."""
+    return x.clone() if x.data_ptr() % 8 else x
+
+
 # --- blocks to planes ------------------------------------------------------------------------------------------------
 
 

@@ -108,12 +108,11 @@ FEW: Sequence[tuple[int, Config]] = [
 
 def launch_few(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
     """The kernel of up to MOST_FEW rows at once, as `config` says; any number of rows is right."""
-    x = x.clone() if x.data_ptr() % 8 else x  # 8 bytes are multiplied at a time
+    x = packed.aligned(x)
     rows = min(MOST_FEW, 1 << (len(x) - 1).bit_length())
-    words = weight.planes[0].shape[-1]
-    pieces = min(config.inputs // 32, 1 << (words // 4 - 1).bit_length())
+    pieces, steps = packed.step_pieces(weight, config.inputs)
     # Rows take registers, as what is loaded at once does.
-    unroll = _divisor(-(-words // (4 * pieces)), config.unroll // rows)
+    unroll = _divisor(steps, config.unroll // rows)
     _bodies().few[(-(-weight.shape[0] // config.outputs) * -(-len(x) // rows),)](
         *(x, *weight.pointers(), out, len(x)),
         **_constants(weight),
