@@ -58,6 +58,11 @@ def together(spans: Sequence[Span]) -> Iterator[list[Span]]:
         yield from [row] if alone else ([span] for span in row)
 
 
+def behind(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Parts of a ubatch one behind the other; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class Rows(Protocol):
     """The table's rows for the tokens of a ubatch, which may still be on their way."""
 

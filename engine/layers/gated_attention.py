@@ -14,7 +14,7 @@ from lazyio.engine.layers.linear import Joined, Linear
 from lazyio.engine.layers.norm import RmsNorm
 from lazyio.engine.layers.rope import norm_and_rotate
 from lazyio.engine.state import Composite, Growing
-from lazyio.engine.ubatch import Span, Ubatch, together
+from lazyio.engine.ubatch import Span, Ubatch, behind, together
 from lazyio.kernels.block_selection import Selected
 from lazyio.kernels.contract import usable
 from lazyio.kernels.sparse_attention import attend_causal, attend_selected, attend_steps, supports
@@ -78,10 +78,10 @@ class GatedAttention(nn.Module):
         found = [
             self._attend_steps(spans, x, angles, ubatch.positions, q, k, v)
             if self._takes(spans, x.device)
-            else _joined([self._attend(span, x, angles, ubatch.positions, q, k, v) for span in spans])
+            else behind([self._attend(span, x, angles, ubatch.positions, q, k, v) for span in spans])
             for spans in together(ubatch.spans)
         ]
-        y: torch.Tensor = self.o_proj((_joined(found) * gate.sigmoid()).flatten(1))
+        y: torch.Tensor = self.o_proj((behind(found) * gate.sigmoid()).flatten(1))
         return y
 
     def _takes(self, spans: Sequence[Span], device: torch.device) -> bool:
@@ -141,8 +141,3 @@ class GatedAttention(nn.Module):
 
     def _has_kernel(self, device: torch.device) -> bool:
         return usable(device) and supports(self._heads, self._kv_heads, self._head_dim)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """One behind the other; a single one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -12,7 +12,7 @@ from lazyio.engine.layers.norm import RmsNorm, rms
 from lazyio.engine.layers.rope import Rope, norm_and_rotate
 from lazyio.engine.layers.sliding_attention import Block, attend_blocks, blocks
 from lazyio.engine.state import Composite, Growing, Sliding
-from lazyio.engine.ubatch import Span, Ubatch
+from lazyio.engine.ubatch import Span, Ubatch, behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class SharedAttention(nn.Module):
         q = norm_and_rotate(self.q_norm, self._heads(self.q_proj(x)), sight.angles)
         of_spans = zip(sight.spans, sight.seen, sight.blocks, strict=True)
         out = [self._attended(q[span.here], seen, parts) for span, seen, parts in of_spans]
-        y: torch.Tensor = self.o_proj(out[0] if len(out) == 1 else torch.cat(out))
+        y: torch.Tensor = self.o_proj(behind(out))
         return y
 
     def _attended(self, q: torch.Tensor, seen: tuple[torch.Tensor, torch.Tensor], parts: list[Block]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lazyio.engine.layers.attention import attend, causal
+from lazyio.engine.ubatch import behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +45,4 @@ def attend_blocks(
 ) -> torch.Tensor:
     """`attend`, a block at a time: [tokens, heads, dim] of q [tokens, heads, dim] and k, v [keys, kv_heads, dim]."""
     found = [attend(q[b.queries], k[b.keys], v[b.keys], scale=scale, allowed=b.allowed) for b in parts]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return behind(found)
