@@ -68,4 +68,4 @@ def test_what_bodies_take_is_read_from_the_compiled_ones(kernel: Kernel[Any]):
             kernel.run(case.make(device, 1))
     found = resources(kernel, device)
     assert found
-    assert all(16 <= one.registers <= 255 for one in found)
+    assert all(8 <= one.registers <= 255 for one in found)
