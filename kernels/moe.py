@@ -194,12 +194,15 @@ def _by_pair(
 ) -> None:
     sizes = _sizes(chosen, down)
     hidden, width, slots = sizes.values()
-    inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
+    by_codes = _by_codes(gate_up, 1) and _by_codes(down, 1)
+    stored = down.stored if by_codes and isinstance(down, PackedWeight) else ""
+    of_token = _code_bodies().interleaved_size(stored, width, slots) if by_codes else slots * width
+    inner = torch.empty(len(x), of_token, dtype=x.dtype, device=x.device)
     x = packed.aligned(x)
-    overlap = _by_codes(gate_up, 1) and _by_codes(down, 1) and _can_overlap(x.device)
+    overlap = by_codes and _can_overlap(x.device)
     config = _config(launch.gate_up, gate_up)
     if _by_codes(gate_up, launch.rows):
-        body, more = _code_bodies().gate_up_rows, _of_pieces(config, gate_up, 1) | {"OVERLAP": overlap}
+        body, more = _code_bodies().gate_up_rows, _of_pieces(config, gate_up, 1) | {"DOWN": stored, "OVERLAP": overlap}
     else:
         body, more = _bodies().gate_up_rows, _of_values(config, gate_up)
     body[(-(-width // config.part), chosen.numel())](
@@ -207,7 +210,10 @@ def _by_pair(
     )
     config = _config(launch.down, down)
     if _by_codes(down, launch.rows):
-        body, more = _code_bodies().down_rows, _of_pieces(config, down, slots) | {"OVERLAP": overlap}
+        body, more = (
+            _code_bodies().down_rows,
+            _of_pieces(config, down, slots) | {"INTERLEAVED": by_codes, "OVERLAP": overlap},
+        )
         more |= {"launch_pdl": True} if overlap else {}
     else:
         body, more = _bodies().down_rows, {**_of_values(config, down), "TOGETHER": math.gcd(config.together, slots)}

@@ -102,7 +102,7 @@ def few(
     for m in tl.static_range(BLOCK_M):
         at = at + (tl.minimum(first + m, rows - 1) * K,)
     row = tl.minimum(n, N - 1)
-    found = row_products(x, at, p0, p1, p2, p3, 0, row, STORED, N, K, ROWS, COLUMNS, 1, PIECES, UNROLL, False)
+    found = row_products(x, at, p0, p1, p2, p3, 0, row, STORED, N, K, ROWS, COLUMNS, 1, PIECES, UNROLL, False, False)
     for m in tl.static_range(BLOCK_M):
         place = out + (first + m) * N + n
         tl.store(place, found[m].to(out.dtype.element_ty), mask=n < tl.where(first + m < rows, N, 0))
