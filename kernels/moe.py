@@ -195,7 +195,7 @@ def _by_pair(
     sizes = _sizes(chosen, down)
     hidden, width, slots = sizes.values()
     by_codes = _by_codes(gate_up, 1) and _by_codes(down, 1)
-    stored = down.stored if by_codes and isinstance(down, PackedWeight) else ""
+    stored = down.stored if by_codes and isinstance(down, PackedWeight) else None
     of_token = _code_bodies().interleaved_size(stored, width, slots) if by_codes else slots * width
     inner = torch.empty(len(x), of_token, dtype=x.dtype, device=x.device)
     x = packed.aligned(x)

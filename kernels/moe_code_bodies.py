@@ -80,7 +80,7 @@ def gate_up_rows(
     PART: tl.constexpr,
     PIECES: tl.constexpr,  # of a row, at once
     UNROLL: tl.constexpr,
-    DOWN: tl.constexpr,  # the type for whose weights `inner` is interleaved, or empty
+    DOWN: tl.constexpr,  # the type for whose weights `inner` is interleaved, or None
     OVERLAP: tl.constexpr,  # down_rows begins before gate_up_rows ends, and waits for it after having loaded weights
 ) -> None:
     """silu(gate) * up * weight of one pair."""
@@ -96,7 +96,7 @@ def gate_up_rows(
     )
     found = tl.sum(_act(both[:, None]), 1) * scale
     row = tl.program_id(0) * PART + tl.arange(0, PART)
-    if DOWN:
+    if DOWN is not None:
         token = (pair // SLOTS).to(tl.int64)
         place = token * interleaved_size(DOWN, WIDTH, SLOTS) + interleaved_place(row, pair % SLOTS, DOWN, WIDTH)
     else:

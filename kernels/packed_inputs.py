@@ -1,7 +1,7 @@
 """Rows of inputs in the order in which words have the codes that they are multiplied with: of packed_vectors.py.
 
-Neighbouring threads have neighbouring pieces, whose inputs of one place are 32 or 64 apart: each load touches many lines
-of a cache. Interleaved inputs are for one type of weight: those of 32 pieces in one place follow on each other.
+Neighbouring threads have neighbouring pieces, whose inputs of one place are 32 or 64 apart: each load touches many
+lines of a cache. Interleaved inputs are for one type of weight: those of 32 pieces in one place follow on each other.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;

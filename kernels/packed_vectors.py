@@ -1,6 +1,8 @@
 """Products of very few rows with quantised weights, in the bodies of kernels: `row_products`.
 
-    ys = row_products(x, at, p0, p1, p2, p3, expert, n, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL, LATE, INTERLEAVED)
+    ys = row_products(
+        x, at, p0, p1, p2, p3, expert, n, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL, LATE, INTERLEAVED
+    )
 
 are float32 [BLOCK_N] each, the products of some rows of x with rows n of a weight. No tensor cores take part: time goes
 by the weight's bytes, and by instructions: about two for each code, and one more for each row of x. A row's sums are
@@ -14,7 +16,8 @@ added in the same order, however many others there are, as long as PIECES are th
 * A piece is what a thread loads at once: four words, with 32 codes, or with 16 if they have 8 bits. PIECES of a row, a
   power of two, are taken at once by as many threads, and UNROLL times so many before the next are asked for. What is
   made of x serves all rows that a thread has: let PIECES be less than half of all threads.
-* INTERLEAVED if x is as packed_inputs.py says, and `at` then too. LATE if x is what the launch before makes, which this one is allowed to begin before the end of (`launch_pdl`).
+* LATE if x is what the launch before makes, which this one is allowed to begin before the end of (`launch_pdl`).
+* INTERLEAVED if inputs are in an order for weights of this type: see packed_inputs.py.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;
