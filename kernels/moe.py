@@ -305,7 +305,7 @@ def _constants(config: Config, weight: Weight) -> dict[str, Any]:
     }
 
 
-def _of_values(config: Config, weight: Weight) -> dict[str, int]:
+def _of_values(config: Config, weight: Weight) -> dict[str, Any]:
     """The steps of bodies that take pairs one by one, with values."""
     return {"STEP": math.gcd(config.step, weight.shape[-1]), "STAGES": config.stages, "UNROLL": config.unroll}
 
@@ -317,7 +317,7 @@ def _can_overlap(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= _OVERLAPS
 
 
-def _of_pieces(config: Config, weight: Weight, slots: int) -> dict[str, int]:
+def _of_pieces(config: Config, weight: Weight, slots: int) -> dict[str, Any]:
     """And with codes, of rows of so many slots. What is loaded goes to registers, so there are no stages."""
     assert isinstance(weight, PackedWeight)
     pieces, steps = packed.step_pieces(weight, config.step, slots)
