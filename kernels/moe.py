@@ -66,7 +66,7 @@ FEW = 8
 BY_PAIR = Launch(
     math.inf,
     1,
-    gate_up=Ways(Config(8, 512, 4, 1), Config(8, 512, 4, 1, unroll=5)),
+    gate_up=Ways(Config(8, 512, 4, 1), Config(8, 1024, 4, 1, unroll=3)),
     down=Ways(Config(8, 128, 4, 1, unroll=5, together=2), Config(8, 1024, 4, 1, unroll=7)),
 )
 #: Tiles of few rows, if experts are packed and have at most so many pairs.
@@ -194,15 +194,13 @@ def _by_pair(
 ) -> None:
     sizes = _sizes(chosen, down)
     hidden, width, slots = sizes.values()
-    by_codes = _by_codes(gate_up, 1) and _by_codes(down, 1)
-    stored = down.stored if by_codes and isinstance(down, PackedWeight) else None
-    of_token = _code_bodies().interleaved_size(stored, width, slots) if by_codes else slots * width
-    inner = torch.empty(len(x), of_token, dtype=x.dtype, device=x.device)
+    inner = torch.empty(chosen.numel(), width, dtype=x.dtype, device=x.device)
     x = packed.aligned(x)
-    overlap = by_codes and _can_overlap(x.device)
+    overlap = _by_codes(gate_up, 1) and _by_codes(down, 1) and _can_overlap(x.device)
+    of_codes = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
     config = _config(launch.gate_up, gate_up)
     if _by_codes(gate_up, launch.rows):
-        body, more = _code_bodies().gate_up_rows, _of_pieces(config, gate_up, 1) | {"DOWN": stored, "OVERLAP": overlap}
+        body, more = _code_bodies().gate_up_rows, _of_pieces(config, gate_up, 1) | of_codes
     else:
         body, more = _bodies().gate_up_rows, _of_values(config, gate_up)
     body[(-(-width // config.part), chosen.numel())](
@@ -210,11 +208,7 @@ def _by_pair(
     )
     config = _config(launch.down, down)
     if _by_codes(down, launch.rows):
-        body, more = (
-            _code_bodies().down_rows,
-            _of_pieces(config, down, slots) | {"INTERLEAVED": by_codes, "OVERLAP": overlap},
-        )
-        more |= {"launch_pdl": True} if overlap else {}
+        body, more = _code_bodies().down_rows, _of_pieces(config, down, slots) | of_codes
     else:
         body, more = _bodies().down_rows, {**_of_values(config, down), "TOGETHER": math.gcd(config.together, slots)}
     body[(-(-hidden // config.part), len(x))](
@@ -305,7 +299,7 @@ def _constants(config: Config, weight: Weight) -> dict[str, Any]:
     }
 
 
-def _of_values(config: Config, weight: Weight) -> dict[str, Any]:
+def _of_values(config: Config, weight: Weight) -> dict[str, int]:
     """The steps of bodies that take pairs one by one, with values."""
     return {"STEP": math.gcd(config.step, weight.shape[-1]), "STAGES": config.stages, "UNROLL": config.unroll}
 
@@ -317,7 +311,7 @@ def _can_overlap(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= _OVERLAPS
 
 
-def _of_pieces(config: Config, weight: Weight, slots: int) -> dict[str, Any]:
+def _of_pieces(config: Config, weight: Weight, slots: int) -> dict[str, int]:
     """And with codes, of rows of so many slots. What is loaded goes to registers, so there are no stages."""
     assert isinstance(weight, PackedWeight)
     pieces, steps = packed.step_pieces(weight, config.step, slots)

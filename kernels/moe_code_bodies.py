@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import triton
 from triton import language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lazyio.kernels import packed_products
-from lazyio.kernels.packed_inputs import interleaved_place, interleaved_size
 from lazyio.kernels.packed_products import load_scales
 from lazyio.kernels.packed_vectors import row_products
 
@@ -80,28 +79,23 @@ def gate_up_rows(
     PART: tl.constexpr,
     PIECES: tl.constexpr,  # of a row, at once
     UNROLL: tl.constexpr,
-    DOWN: tl.constexpr,  # the type for whose weights `inner` is interleaved, or None
-    OVERLAP: tl.constexpr,  # down_rows begins before gate_up_rows ends, and waits for it after having loaded weights
+    OVERLAP: tl.constexpr,  # both begin before the launch before them ends, and down_rows loads weights before it waits
 ) -> None:
     """silu(gate) * up * weight of one pair."""
     if OVERLAP:
-        gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()  # not before: down_rows reads which experts are chosen, and waits for this launch alone
     pair = tl.program_id(1)
     expert, scale = tl.load(chosen + pair), tl.load(weights + pair)
     each = tl.arange(0, 2 * PART)
     n = tl.minimum(tl.program_id(0) * PART + each // 2, WIDTH - 1) + each % 2 * WIDTH
     (both,) = row_products(
         *(x, ((pair // SLOTS).to(tl.int64) * HIDDEN,), w0, w1, w2, w3, expert, n, STORED, 2 * WIDTH, HIDDEN),
-        *(BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL, False, False),
+        *(BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL, False),
     )
     found = tl.sum(_act(both[:, None]), 1) * scale
     row = tl.program_id(0) * PART + tl.arange(0, PART)
-    if DOWN is not None:
-        token = (pair // SLOTS).to(tl.int64)
-        place = token * interleaved_size(DOWN, WIDTH, SLOTS) + interleaved_place(row, pair % SLOTS, DOWN, WIDTH)
-    else:
-        place = pair.to(tl.int64) * WIDTH + row
-    tl.store(inner + place, found.to(inner.dtype.element_ty), mask=row < WIDTH)
+    tl.store(inner + pair.to(tl.int64) * WIDTH + row, found.to(inner.dtype.element_ty), mask=row < WIDTH)
 
 
 @triton.jit
@@ -122,7 +116,6 @@ def down_rows(
     PART: tl.constexpr,
     PIECES: tl.constexpr,
     UNROLL: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """The sum over a token's experts of some of their outputs: a row of all of its experts is taken as one."""
@@ -132,10 +125,9 @@ def down_rows(
     experts = chosen + token * SLOTS
     if SLOTS == 1:
         experts = tl.load(experts)
-    of_token: tl.constexpr = interleaved_size(STORED, WIDTH, SLOTS) if INTERLEAVED else SLOTS * WIDTH
     (total,) = row_products(
-        *(inner, (token.to(tl.int64) * of_token,), w0, w1, w2, w3, experts, n),
-        *(STORED, HIDDEN, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS, SLOTS, PIECES, UNROLL, OVERLAP, INTERLEAVED),
+        *(inner, (token.to(tl.int64) * (SLOTS * WIDTH),), w0, w1, w2, w3, experts, n),
+        *(STORED, HIDDEN, WIDTH, BLOCK_ROWS, BLOCK_COLUMNS, SLOTS, PIECES, UNROLL, OVERLAP),
     )
     tl.store(out + token.to(tl.int64) * HIDDEN + row, total, mask=row < HIDDEN)
 
@@ -308,7 +300,7 @@ def _gate_up_few(
         at, scales = at + ((pair // SLOTS).to(tl.int64) * HIDDEN,), scales + (tl.load(weights + pair),)
     both = row_products(
         *(x, at, w0, w1, w2, w3, expert, n, STORED, 2 * WIDTH, HIDDEN, BLOCK_ROWS, BLOCK_COLUMNS),
-        *(1, PIECES, UNROLL, False, False),
+        *(1, PIECES, UNROLL, False),
     )
     for m in tl.static_range(M):
         found = tl.sum(_act(both[m][:, None]), 1) * scales[m]
@@ -386,7 +378,7 @@ def _down_few(
         at = at + (tl.minimum(first + m, stop - 1).to(tl.int64) * WIDTH,)
     found = row_products(
         *(inner, at, w0, w1, w2, w3, expert, tl.minimum(row, HIDDEN - 1), STORED, HIDDEN, WIDTH),
-        *(BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL, False, False),
+        *(BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL, False),
     )
     for m in tl.static_range(M):
         pair = tl.load(order + tl.minimum(first + m, stop - 1)).to(tl.int64)

@@ -19,8 +19,8 @@ from lazyio.kernels.contract import Case, Kernel, bodies, shared_bytes
 from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, reference_dequantise
 from lazyio.ple.dtypes import TYPES
 
-#: Rows that the weight's codes are multiplied with as they are, and those of them that no tensor cores are used for.
-MOST_NARROW, MOST_FEW = 16, 4
+#: Rows that the weight's codes are multiplied with as they are; no tensor cores are used for a single one.
+MOST_NARROW = 16
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OLDEST = (8, 0)
@@ -29,9 +29,9 @@ _OLDEST = (8, 0)
 def matmul(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T: [rows, outputs] in x's dtype, on the current stream; never waits.
 
-    x [rows, inputs], contiguous: float32, bfloat16 or float16; sums are in float32. The result of a
-    row doesn't depend on what the others are; nor on how many there are, as long as it's MOST_FEW at most, or more and
-    MOST_NARROW at most. With more, the weight is dequantised into memory for as long as the product takes.
+    x [rows, inputs], contiguous: float32, bfloat16 or float16; sums are in float32. The result of a row doesn't depend
+    on what the others are; nor on how many there are, from 2 to MOST_NARROW: a single one is added in another order.
+    With more, the weight is dequantised into memory for as long as the product takes.
     Raises Unsupported where Triton is missing, and on a GPU older than compute capability 8.0.
     """
     _check(x, weight)
@@ -45,8 +45,8 @@ def matmul(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = Non
         return out
     if len(x) > MOST_NARROW or not _has_narrow(weight):
         return torch.matmul(x, dequantise(weight, x.dtype).t(), out=out)
-    if len(x) <= MOST_FEW and weight.shape[1] % 32 == 0:
-        launch_few(x, weight, out, next(config for least, config in FEW if weight.shape[0] >= least))
+    if len(x) == 1 and weight.shape[1] % 32 == 0:
+        launch_single(x, weight, out, next(config for least, config in SINGLE if weight.shape[0] >= least))
         return out
     launch_narrow(x, weight, out, next(config for least, config in NARROW if weight.shape[0] >= least))
     return out
@@ -87,7 +87,7 @@ class Config:
     inputs: int
     warps: int
     stages: int = 1
-    unroll: int = 1  # steps at once, of few rows
+    unroll: int = 1  # steps at once, of a single row
 
 
 #: Chosen on an H200.
@@ -98,28 +98,24 @@ EXPAND = Config(8, 512, 4)
 NARROW: Sequence[tuple[int, Config]] = [(8192, Config(32, 512, 4, 3)), (0, Config(16, 1024, 8, 3))]
 
 
-#: As `NARROW`, of up to MOST_FEW rows, by what programs take of an H200. Inputs are 32 times pieces.
-FEW: Sequence[tuple[int, Config]] = [
+#: As `NARROW`, of a single row, by what programs take of an H200. Inputs are 32 times pieces.
+SINGLE: Sequence[tuple[int, Config]] = [
     (100_000, Config(32, 512, 4, unroll=5)),
     (8192, Config(16, 512, 4, unroll=5)),
     (0, Config(8, 512, 4, unroll=12)),
 ]
 
 
-def launch_few(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
-    """The kernel of up to MOST_FEW rows at once, as `config` says; any number of rows is right."""
+def launch_single(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
+    """The kernel of a single row, as `config` says; each of several is multiplied by itself."""
     x = packed.aligned(x)
-    rows = min(MOST_FEW, 1 << (len(x) - 1).bit_length())
     pieces, steps = packed.step_pieces(weight, config.inputs)
-    # Rows take registers, as what is loaded at once does.
-    unroll = _divisor(steps, config.unroll // rows)
-    _bodies().few[(-(-weight.shape[0] // config.outputs) * -(-len(x) // rows),)](
+    _bodies().single[(-(-weight.shape[0] // config.outputs) * len(x),)](
         *(x, *weight.pointers(), out, len(x)),
         **_constants(weight),
-        BLOCK_M=rows,
         BLOCK_N=config.outputs,
         PIECES=pieces,
-        UNROLL=unroll,
+        UNROLL=_divisor(steps, config.unroll),
         num_warps=config.warps,
         num_stages=1,
     )
@@ -127,8 +123,8 @@ def launch_few(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config:
 
 @functools.cache
 def _divisor(steps: int, most: int) -> int:
-    """The largest number up to `most` that divides them, or 1."""
-    return max(some for some in range(1, max(1, most) + 1) if steps % some == 0)
+    """The largest number up to `most` that divides them."""
+    return max(some for some in range(1, most + 1) if steps % some == 0)
 
 
 def launch_narrow(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
@@ -298,5 +294,5 @@ KERNEL = Kernel(
     reference=lambda given: [reference(given.x, given.weight)],
     cases=_cases(),
     controls=CONTROLS,
-    bodies=lambda: [_bodies().few, _bodies().narrow, _bodies().expand],
+    bodies=lambda: [_bodies().single, _bodies().narrow, _bodies().expand],
 )

@@ -1,9 +1,8 @@
 """What the GPU does with quantised weights: the bodies of `packed_matmul`, which launches them."""
 
-# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;
-# tuples grow by what is added to them, which is what it takes.
-# ruff: noqa: N803, RUF005
-# mypy: disable-error-code="untyped-decorator,assignment"
+# What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ def narrow(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def few(
+def single(
     x: tl.tensor,  # [rows, K]
     p0: tl.tensor,
     p1: tl.tensor,
@@ -89,20 +88,13 @@ def few(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PIECES: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> None:
-    """Some outputs of BLOCK_M rows, with all inputs. Programs with the same codes follow on each other."""
-    groups = (rows + BLOCK_M - 1) // BLOCK_M
-    n = tl.program_id(0) // groups * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(0) % groups * BLOCK_M
-    at = ()
-    for m in tl.static_range(BLOCK_M):
-        at = at + (tl.minimum(first + m, rows - 1) * K,)
+    """Some outputs of one row, with all inputs. Programs with the same codes follow on each other."""
+    n = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) % rows
     row = tl.minimum(n, N - 1)
-    found = row_products(x, at, p0, p1, p2, p3, 0, row, STORED, N, K, ROWS, COLUMNS, 1, PIECES, UNROLL, False, False)
-    for m in tl.static_range(BLOCK_M):
-        place = out + (first + m) * N + n
-        tl.store(place, found[m].to(out.dtype.element_ty), mask=n < tl.where(first + m < rows, N, 0))
+    (found,) = row_products(x, (m * K,), p0, p1, p2, p3, 0, row, STORED, N, K, ROWS, COLUMNS, 1, PIECES, UNROLL, False)
+    tl.store(out + m * N + n, found.to(out.dtype.element_ty), mask=n < N)

@@ -1,8 +1,6 @@
 """Products of very few rows with quantised weights, in the bodies of kernels: `row_products`.
 
-    ys = row_products(
-        x, at, p0, p1, p2, p3, expert, n, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL, LATE, INTERLEAVED
-    )
+    ys = row_products(x, at, p0, p1, p2, p3, expert, n, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL, LATE)
 
 are float32 [BLOCK_N] each, the products of some rows of x with rows n of a weight. No tensor cores take part: time goes
 by the weight's bytes, and by instructions: about two for each code, and one more for each row of x. A row's sums are
@@ -17,7 +15,6 @@ added in the same order, however many others there are, as long as PIECES are th
   power of two, are taken at once by as many threads, and UNROLL times so many before the next are asked for. What is
   made of x serves all rows that a thread has: let PIECES be less than half of all threads.
 * LATE if x is what the launch before makes, which this one is allowed to begin before the end of (`launch_pdl`).
-* INTERLEAVED if inputs are in an order for weights of this type: see packed_inputs.py.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it; its decorator has no types;
@@ -41,7 +38,7 @@ from lazyio.kernels.packed_codes import (
     value,
     with_high,
 )
-from lazyio.kernels.packed_inputs import first_fours, inputs_of
+from lazyio.kernels.packed_inputs import inputs_of
 from lazyio.kernels.packed_loads import experts_of, load_pieces
 from lazyio.kernels.packed_tiles import scales_of
 
@@ -65,7 +62,6 @@ def row_products(
     PIECES: tl.constexpr,
     UNROLL: tl.constexpr,
     LATE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ) -> tl.tuple:
     """See above."""
     of_row: tl.constexpr = pieces_of(STORED, K)
@@ -76,7 +72,7 @@ def row_products(
         accs = accs + (tl.zeros((n.shape[0], PIECES), tl.float32),)
     ahead = _load_steps(p0, p1, p2, p3, expert, n, 0, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL, checked)
     if steps <= UNROLL:
-        accs = _add_steps(accs, x, at, ahead, 0, STORED, K, SLOTS, PIECES, UNROLL, LATE, checked, INTERLEAVED)
+        accs = _add_steps(accs, x, at, ahead, 0, STORED, K, SLOTS, PIECES, UNROLL, LATE, checked)
     else:
         last: tl.constexpr = (steps - 1) // UNROLL * UNROLL
         for first in range(0, steps, UNROLL):
@@ -85,7 +81,7 @@ def row_products(
             ahead = _load_steps(
                 p0, p1, p2, p3, expert, n, following, STORED, N, K, ROWS, COLUMNS, SLOTS, PIECES, UNROLL, checked
             )
-            accs = _add_steps(accs, x, at, loaded, first, STORED, K, SLOTS, PIECES, UNROLL, LATE, checked, INTERLEAVED)
+            accs = _add_steps(accs, x, at, loaded, first, STORED, K, SLOTS, PIECES, UNROLL, LATE, checked)
     sums = ()
     for m in tl.static_range(len(at)):
         sums = sums + (tl.sum(accs[m], 1),)
@@ -140,7 +136,6 @@ def _add_steps(
     UNROLL: tl.constexpr,
     LATE: tl.constexpr,
     CHECKED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ) -> tl.tuple:
     """`accs` and the products of these steps."""
     # Past this no load is moved: the assembler would put each where it is waited for, to save registers.
@@ -148,7 +143,7 @@ def _add_steps(
     if LATE:
         gdc_wait()
     for i in tl.static_range(UNROLL):
-        accs = _add_pieces(accs, x, at, loads[i], (first + i) * PIECES, STORED, K, SLOTS, PIECES, CHECKED, INTERLEAVED)
+        accs = _add_pieces(accs, x, at, loads[i], (first + i) * PIECES, STORED, K, SLOTS, PIECES, CHECKED)
     return accs
 
 
@@ -164,30 +159,31 @@ def _add_pieces(
     SLOTS: tl.constexpr,
     PIECES: tl.constexpr,
     CHECKED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ) -> tl.tuple:
     """`accs` and the products of the pieces from `start` on."""
     of_row: tl.constexpr = pieces_of(STORED, K)
-    # Four inputs that follow on each other are of two words.
+    # Four inputs that follow on each other are of two words, and those of their next place are 16 further.
     four = start * 2 + tl.arange(0, PIECES * 2)
     live = four < SLOTS * of_row * 2
-    column = first_fours(four, STORED, K, SLOTS, INTERLEAVED)
+    group: tl.constexpr = 2 * piece_inputs(STORED)
+    column = four + four // 4 * (group // 4 - 4)
+    if SLOTS > 1:
+        slot = tl.minimum(four // (of_row * 2), SLOTS - 1)
+        column += slot * ((K - of_row * piece_inputs(STORED)) // 4)
     if SLOTS > 1 or CHECKED:
         four = four % (of_row * 2)
-    first = four // 4 * (2 * piece_inputs(STORED))
+    first = four // 4 * group
     words, high, scales, units = loaded
     words = _four(words)
     if of_eight(STORED):
         scale = _byte_values(scales, STORED)
-        accs = _add_places(
-            accs, x, at, column, first, live, words, high, scale, scale, 0, 2, STORED, K, CHECKED, INTERLEAVED
-        )
+        accs = _add_places(accs, x, at, column, first, live, words, high, scale, scale, 0, 2, STORED, K, CHECKED)
     elif STORED == "Q6_K":
         four = _scales_of_16(scales, units)
         for place in tl.static_range(4):
             scale = four[place]
             accs = _add_places(
-                accs, x, at, column, first, live, words, high, scale, scale, place, 1, STORED, K, CHECKED, INTERLEAVED
+                accs, x, at, column, first, live, words, high, scale, scale, place, 1, STORED, K, CHECKED
             )
     else:
         s0, _, s2, _, more0, more1 = scales_of(scales, units, STORED)
@@ -195,12 +191,8 @@ def _add_pieces(
         if has_least(STORED):
             least0, least1 = more0, more1
         s0, s2, least0, least1 = tl.trans(s0), tl.trans(s2), tl.trans(least0), tl.trans(least1)
-        accs = _add_places(
-            accs, x, at, column, first, live, words, high, s0, least0, 0, 2, STORED, K, CHECKED, INTERLEAVED
-        )
-        accs = _add_places(
-            accs, x, at, column, first, live, words, high, s2, least1, 2, 2, STORED, K, CHECKED, INTERLEAVED
-        )
+        accs = _add_places(accs, x, at, column, first, live, words, high, s0, least0, 0, 2, STORED, K, CHECKED)
+        accs = _add_places(accs, x, at, column, first, live, words, high, s2, least1, 2, 2, STORED, K, CHECKED)
     return accs
 
 
@@ -221,7 +213,6 @@ def _add_places(
     STORED: tl.constexpr,
     K: tl.constexpr,
     CHECKED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ) -> tl.tuple:
     """`accs` and products of the codes of some places, which have the same scale."""
     exact: tl.constexpr = x.dtype.element_ty == tl.float32
@@ -229,7 +220,7 @@ def _add_places(
     for m in tl.static_range(len(at)):
         mine, found = (), tl.zeros((1, words[0].shape[1]), tl.float32)
         for i in tl.static_range(PLACES):
-            mine = mine + inputs_of(x, at[m], column, first, live, PLACE + i, STORED, K, CHECKED, INTERLEAVED)
+            mine = mine + inputs_of(x, at[m], column, first, live, PLACE + i, STORED, K, CHECKED)
         for i in tl.static_range(8 * PLACES):
             found = _less(found, mine[i], left_over(STORED, i // 4 % 2, PLACE + i // 8, exact))
         inputs, founds = inputs + (mine,), founds + (found,)

@@ -217,7 +217,7 @@ def sweep_launches(stored: str, size: Sequence[int], counts: Sequence[int], band
     configs = [*filter(sensible, configs)]
     ways = itertools.product((4, 8, 16, 32, 64), (256, 512, 1024), (2, 4, 8), (1, 2, 5, 12))
     some = [Config(outputs, inputs, warps, 1, unroll) for outputs, inputs, warps, unroll in ways]
-    configs += [config for config in some if sensible_few(config)]
+    configs += [config for config in some if sensible_single(config)]
     with ThreadPoolExecutor(12) as pool:  # compiles several at a time
         works = pool.map(lambda config: all(right(x, weights[0], config) for x in few), configs)
         configs = [config for config, one_works in zip(configs, works, strict=True) if one_works]
@@ -247,7 +247,7 @@ def sensible(config: Config) -> bool:
     return config.inputs >= 64 * config.warps and config.warps <= groups <= 8 * config.warps
 
 
-def sensible_few(config: Config) -> bool:
+def sensible_single(config: Config) -> bool:
     """Whether threads have one to four rows, room for what is loaded, and more of them than half a row's words."""
     rows = config.outputs * config.inputs // 32 / (32 * config.warps)
     return 1 <= rows <= 4 and rows * config.unroll <= 24 and config.inputs // 16 < 32 * config.warps
@@ -256,7 +256,7 @@ def sensible_few(config: Config) -> bool:
 def launched_as(config: Config, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """With tensor cores those that have stages."""
     out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
-    launch = packed_matmul.launch_narrow if config.stages > 1 else packed_matmul.launch_few
+    launch = packed_matmul.launch_narrow if config.stages > 1 else packed_matmul.launch_single
     launch(x, weight, out, config)
     return out
 

@@ -10,16 +10,16 @@ from lazyio.errors import Unsupported
 from lazyio.kernels import packed, packed_matmul
 from lazyio.kernels.contract import error_of
 from lazyio.kernels.packed import PACKED_TYPES, PackedWeight, reference_dequantise
-from lazyio.kernels.packed_matmul import CONTROLS, MOST_FEW, MOST_NARROW, Arguments, dequantise, matmul, reference
+from lazyio.kernels.packed_matmul import CONTROLS, MOST_NARROW, Arguments, dequantise, matmul, reference
 from lazyio.ple.dtypes import TYPES
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes as long for a program whatever its size: without a GPU, those of few rows are large."""
+    """The interpreter takes as long for a program whatever its size: without a GPU, those of one row are large."""
     if not torch.cuda.is_available():
-        large = [(least, replace(config, outputs=64)) for least, config in packed_matmul.FEW]
-        monkeypatch.setattr(packed_matmul, "FEW", large)
+        large = [(least, replace(config, outputs=64)) for least, config in packed_matmul.SINGLE]
+        monkeypatch.setattr(packed_matmul, "SINGLE", large)
 
 
 def random(stored: str, shape: tuple[int, ...], device: torch.device, seed: int = 1) -> PackedWeight:
@@ -52,12 +52,11 @@ def test_a_row_is_the_same_alone_and_among_others(stored: str, device: torch.dev
     weight = random(stored, (40, 1280), device)
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     x = torch.randn(16, 1280, generator=torch.Generator().manual_seed(2)).to(device, dtype)
-    for most, counts in ((16, (5,)), (MOST_FEW, (2, 1))):
-        together = matmul(x[:most], weight)
-        for count in counts:
-            assert torch.equal(matmul(x[:count], weight), together[:count])
-        noise = torch.cat([x[:1], torch.full_like(x[1 : most // 2 + 1], torch.inf)])
-        assert torch.equal(matmul(noise, weight)[:1], together[:1])
+    together = matmul(x, weight)
+    for count in (5, 2):
+        assert torch.equal(matmul(x[:count], weight), together[:count])
+    noise = torch.cat([x[:1], torch.full_like(x[1:9], torch.inf)])
+    assert torch.equal(matmul(noise, weight)[:1], together[:1])
 
 
 @pytest.mark.parametrize("stored", sorted(PACKED_TYPES))
@@ -71,15 +70,14 @@ def test_faults_of_codes_and_scales_are_seen(stored: str, device: torch.device):
 
 def test_few_rows_take_the_kernel_of_few_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch):
     launched = []
-    for name in ("launch_few", "launch_narrow"):
+    for name in ("launch_single", "launch_narrow"):
         monkeypatch.setattr(packed_matmul, name, lambda x, *_, name=name: launched.append((name, len(x))))
     weight = random("Q4_0", (8, 64), device)
-    for rows in (0, 1, MOST_FEW, MOST_FEW + 1, MOST_NARROW, MOST_NARROW + 1):
+    for rows in (0, 1, 2, MOST_NARROW, MOST_NARROW + 1):
         x = torch.zeros(rows, 64, device=device)
         assert matmul(x, weight).shape == (rows, 8)
     matmul(torch.zeros(1, 64, device=device), packed.random("F8_E4M3", (8, 64), device, made(device), 0.02, (4, 24)))
-    few, narrow = "launch_few", "launch_narrow"
-    assert launched == [(few, 1), (few, MOST_FEW), (narrow, MOST_FEW + 1), (narrow, MOST_NARROW)]
+    assert launched == [("launch_single", 1), ("launch_narrow", 2), ("launch_narrow", MOST_NARROW)]
 
 
 def test_old_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch):
@@ -100,7 +98,7 @@ def test_each_code_is_multiplied_as_what_it_stands_for(stored: str, device: torc
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         if dtype == torch.bfloat16 and device.type == "cpu":  # the interpreter cuts off what it has no room for
             continue
-        for start, rows in ((0, 16), (192, 16), (68, 4), (252, 4)):
+        for start, rows in ((0, 16), (192, 16), (68, 1), (252, 1)):
             x = torch.eye(256, device=device, dtype=dtype)[start : start + rows].contiguous()
             found = matmul(x, weight).float().t()
             torch.testing.assert_close(found, values[:, start : start + rows], rtol=0.01, atol=0)
