@@ -252,21 +252,12 @@ def gate_up_few(
     expert, first, stop = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
     each, row = tl.arange(0, 2 * PART), tl.program_id(0) * PART + tl.arange(0, PART)
     n = tl.minimum(tl.program_id(0) * PART + each // 2, WIDTH - 1) + each % 2 * WIDTH
-    if stop - first == 1:
-        _gate_up_few(
-            *(x, order, weights, w0, w1, w2, w3, inner, expert, first, stop, n, row, HIDDEN, WIDTH, SLOTS, STORED),
-            *(BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL),
-        )
-    elif stop - first == 2:
-        _gate_up_few(
-            *(x, order, weights, w0, w1, w2, w3, inner, expert, first, stop, n, row, HIDDEN, WIDTH, SLOTS, STORED),
-            *(BLOCK_ROWS, BLOCK_COLUMNS, 2, PIECES, UNROLL),
-        )
-    else:
-        _gate_up_few(
-            *(x, order, weights, w0, w1, w2, w3, inner, expert, first, stop, n, row, HIDDEN, WIDTH, SLOTS, STORED),
-            *(BLOCK_ROWS, BLOCK_COLUMNS, 4, PIECES, UNROLL),
-        )
+    for power in tl.static_range(3):
+        if tl.minimum(stop - first - 1, 2) == power:
+            _gate_up_few(
+                *(x, order, weights, w0, w1, w2, w3, inner, expert, first, stop, n, row, HIDDEN, WIDTH, SLOTS, STORED),
+                *(BLOCK_ROWS, BLOCK_COLUMNS, 1 << power, PIECES, UNROLL),
+            )
 
 
 @triton.jit
@@ -334,21 +325,12 @@ def down_few(
     tiles += tl.program_id(1) * 3
     expert, first, stop = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2)
     row = tl.program_id(0) * PART + tl.arange(0, PART)
-    if stop - first == 1:
-        _down_few(
-            *(inner, order, w0, w1, w2, w3, parts, expert, first, stop, row, HIDDEN, WIDTH, STORED),
-            *(BLOCK_ROWS, BLOCK_COLUMNS, 1, PIECES, UNROLL),
-        )
-    elif stop - first == 2:
-        _down_few(
-            *(inner, order, w0, w1, w2, w3, parts, expert, first, stop, row, HIDDEN, WIDTH, STORED),
-            *(BLOCK_ROWS, BLOCK_COLUMNS, 2, PIECES, UNROLL),
-        )
-    else:
-        _down_few(
-            *(inner, order, w0, w1, w2, w3, parts, expert, first, stop, row, HIDDEN, WIDTH, STORED),
-            *(BLOCK_ROWS, BLOCK_COLUMNS, 4, PIECES, UNROLL),
-        )
+    for power in tl.static_range(3):
+        if tl.minimum(stop - first - 1, 2) == power:
+            _down_few(
+                *(inner, order, w0, w1, w2, w3, parts, expert, first, stop, row, HIDDEN, WIDTH, STORED),
+                *(BLOCK_ROWS, BLOCK_COLUMNS, 1 << power, PIECES, UNROLL),
+            )
 
 
 @triton.jit
