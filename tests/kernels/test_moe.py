@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -207,6 +208,33 @@ def test_launches_overlap_where_gpus_can(hip: str | None, overlaps: bool, monkey
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert not moe._can_overlap.__wrapped__(torch.device("cuda", 4))
     assert not moe._can_overlap.__wrapped__(torch.device("cpu"))
+
+
+def test_the_first_launch_reads_nothing_before_it_has_waited(
+    compile_for_h200: Callable[..., list[tuple[str, int, str]]],
+):
+    """Nor does it let the second one begin, which reads what experts are chosen before it waits for the first."""
+    constants = {"HIDDEN": 256, "WIDTH": 64, "SLOTS": 2, "STORED": "Q4_0", "BLOCK_ROWS": 1, "BLOCK_COLUMNS": 1}
+    constants |= {"PART": 8, "PIECES": 8, "UNROLL": 1, "OVERLAP": True}
+    types = {"chosen": "*i64", "weights": "*fp32", "w0": "*i32", "w1": "*i32", "w2": "*fp16", "w3": "*fp16"}
+    ((_, _, ptx),) = compile_for_h200("lazyio.kernels.moe_code_bodies", [("gate_up_rows", constants, 4, 1)], types)
+    waits = ptx.index("griddepcontrol.wait")
+    assert waits < ptx.index("griddepcontrol.launch_dependents")
+    assert waits < ptx.index("ld.global")
+
+
+def test_what_the_launch_before_makes_is_there(device: torch.device):
+    given = of(1, device, dtype=torch.float16, sizes=(64, 256, 64), stored=("Q4_0", "Q4_0"))
+    expected = run(given)
+    late = replace(given, x=torch.zeros_like(given.x), chosen=torch.zeros_like(given.chosen))
+    for _ in range(5 if device.type == "cuda" else 1):
+        late.x.zero_()
+        late.chosen.zero_()
+        if device.type == "cuda":
+            torch.cuda._sleep(1_000_000)
+        torch.add(given.x, 0, out=late.x)
+        torch.add(given.chosen, 0, out=late.chosen)
+        assert torch.equal(run(late), expected)
 
 
 def test_no_tokens(device: torch.device):
