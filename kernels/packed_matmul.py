@@ -1,7 +1,7 @@
 """Products with quantised weights, which stay packed in memory. The bodies are in packed_matmul_bodies.py.
 
-Few rows are multiplied with the codes as they are: up to 4 without tensor cores, more 16 at a time, in one pass over
-the weight's bytes each. For still more the weight is dequantised first, and the product left to torch.
+Few rows are multiplied with the codes as they are, in one pass over the weight's bytes: a single one without tensor
+cores, up to 16 together. For more the weight is dequantised first, and the product left to torch.
 """
 
 from __future__ import annotations
