@@ -62,7 +62,8 @@ def main() -> None:
         pass
     else:
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # impatience does not keep it from ending in order
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # impatience does not keep it from ending in order
     _say("interrupted" if status == _INTERRUPTED else "terminated")
     sys.exit(status)
 

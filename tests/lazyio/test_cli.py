@@ -165,6 +165,19 @@ def test_interruption_is_one_line_and_status_130(model: Path, moment: str) -> No
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "lazyio: interrupted\n")
 
 
+@pytest.mark.parametrize("arguments", [("--version",), ("inspect", "missing.gguf")])
+def test_an_interrupt_after_all_is_said_changes_nothing(arguments: tuple[str, ...]) -> None:
+    code = """
+import atexit, os, signal, sys
+from lazyio import cli
+
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+cli.main()
+"""
+    done, alone = run(code, *arguments), run(MAIN, *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+
+
 TERMINATED = """
 import os, signal, sys
 from lazyio import cli
