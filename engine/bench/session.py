@@ -172,8 +172,8 @@ def _vocab_of(request: EngineRequest, tokens: int) -> int:
         raise ModelError(f"{request.path} has no table whose rows could be waited for; there is nothing to compare")
     if tokens > model.max_tokens:
         raise SettingError(
-            f"{tokens} tokens are asked for, and the model takes {model.max_tokens}: lower --prompts, or --context "
-            "and --decode"
+            f"{tokens} tokens are asked for, and the model takes {model.max_tokens}: lower --prompts, or "
+            "--context, --decode and --streams"
         )
     return model.vocab
 

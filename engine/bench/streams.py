@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -41,6 +42,8 @@ from lazyio.ple.cuts import fixed_cuts
 
 # Of a run that is not measured: libraries choose and compile their kernels in the prompts and the first steps.
 _WARM_STEPS = 4
+# Numbers of pages that have a name.
+_PAGES = {0: "off", None: "auto"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +164,22 @@ class Summed(Forward):
 def arms_of(streams: str, ways: Sequence[Way], kv_pages: str) -> list[Arm]:
     """All of them, by numbers of streams and of pages, separated by commas. Raises SettingError for other text."""
     counts = counts_of("--streams", streams)
-    pages = _words("--kv-pages", kv_pages, "kv_pages") or ["off"]
+    pages = [_PAGES.get(number, str(number)) for number in _values("--kv-pages", kv_pages, "kv_pages")] or ["off"]
     return [Arm(count, way, kv) for count in counts for way in ways for kv in pages]
 
 
 def counts_of(name: str, text: str) -> list[int]:
     """Numbers of requests, separated by commas. Raises SettingError for other text."""
-    return [int(word) for word in _words(name, text, "parallel")]
+    return _values(name, text, "parallel")
 
 
-def _words(name: str, text: str, setting: str) -> list[str]:
-    """Values that a setting can have, each once. Raises SettingError, which names the option, for other text."""
+def _values(name: str, text: str, setting: str) -> list[Any]:
+    """What words mean to a setting, each once. Raises SettingError, which names the option, for other text."""
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if len(set(words)) < len(words):
+    values = [settings.SETTINGS[setting].read(word, f"a word of {name}") for word in words]
+    if len(set(values)) < len(values):
         raise SettingError(f"{name} is {text!r}; it can be words separated by commas, each once")
-    for word in words:
-        settings.SETTINGS[setting].read(word, f"a word of {name}")
-    return words
+    return values
 
 
 def measure_streams(

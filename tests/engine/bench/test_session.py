@@ -229,7 +229,7 @@ def test_a_table_in_memory_is_read_once(folder: Path, monkeypatch: pytest.Monkey
 def test_streams(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = run(
-        *(folder, "--prompts", "", "--streams", "1,3", "--kv-pages", "off,40"),
+        *(folder, "--prompts", "", "--streams", "1,3", "--kv-pages", "0,40"),
         *("--modes", "uring", "--lookahead", "2", "--json", out, *FEW),
     )
     assert result.exit_code == 0, result.output
@@ -312,6 +312,8 @@ def test_queues(folder: Path, tmp_path: Path) -> None:
         (["--streams", "0"], "a word of --streams is '0'; it can be a whole number from 1 to 1024"),
         (["--queued", "two"], "a word of --queued is 'two'"),
         (["--streams", "2,2"], "each once"),
+        (["--streams", "2,02"], "each once"),
+        (["--streams", "2", "--kv-pages", "off,0"], "each once"),
         (["--streams", "2", "--kv-pages", "some"], "a word of --kv-pages is 'some'"),
         (["--kv-pages", "auto"], "no effect without --streams"),
         (["--streams", "2", "--prompts", "8", "--decode", "0"], "--decode is 0"),
