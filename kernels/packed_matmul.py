@@ -107,11 +107,12 @@ SINGLE: Sequence[tuple[int, Config]] = [
 
 
 def launch_single(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor, config: Config) -> None:
-    """The kernel of a single row, as `config` says; each of several is multiplied by itself."""
+    """The kernel of a single row, as `config` says."""
+    assert len(x) == 1, "x is not a single row"
     x = packed.aligned(x)
     pieces, steps = packed.step_pieces(weight, config.inputs)
-    _bodies().single[(-(-weight.shape[0] // config.outputs) * len(x),)](
-        *(x, *weight.pointers(), out, len(x)),
+    _bodies().single[(-(-weight.shape[0] // config.outputs),)](
+        *(x, *weight.pointers(), out),
         **_constants(weight),
         BLOCK_N=config.outputs,
         PIECES=pieces,

@@ -74,15 +74,14 @@ def narrow(
     tl.store(place, tl.sum(acc, 0).to(out.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def single(
-    x: tl.tensor,  # [rows, K]
+    x: tl.tensor,  # [1, K]
     p0: tl.tensor,
     p1: tl.tensor,
     p2: tl.tensor,
     p3: tl.tensor,
-    out: tl.tensor,  # [rows, N]
-    rows: tl.tensor,
+    out: tl.tensor,  # [1, N]
     STORED: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -92,9 +91,8 @@ def single(
     PIECES: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> None:
-    """Some outputs of one row, with all inputs. Programs with the same codes follow on each other."""
-    n = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(0) % rows
+    """Some outputs of one row, with all inputs."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1)
-    (found,) = row_products(x, (m * K,), p0, p1, p2, p3, 0, row, STORED, N, K, ROWS, COLUMNS, 1, PIECES, UNROLL, False)
-    tl.store(out + m * N + n, found.to(out.dtype.element_ty), mask=n < N)
+    (found,) = row_products(x, (0,), p0, p1, p2, p3, 0, row, STORED, N, K, ROWS, COLUMNS, 1, PIECES, UNROLL, False)
+    tl.store(out + n, found.to(out.dtype.element_ty), mask=n < N)

@@ -65,8 +65,8 @@ def main(
     until = time.monotonic() + seconds
     with torch.inference_mode():
         if sweep:
-            for stored, size in itertools.product(chosen, sizes):
-                sweep_launches(stored, size, counts, bandwidth, until)
+            for stored, size, count in itertools.product(chosen, sizes, counts):
+                sweep_launches(stored, size, count, bandwidth, until)
             return
         measure_few(chosen, sizes, counts, bandwidth, until)
         if many:
@@ -210,34 +210,28 @@ def measure_many(stored: str, sizes: Sequence[Sequence[int]], counts: Sequence[i
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
-def sweep_launches(stored: str, size: Sequence[int], counts: Sequence[int], bandwidth: float, until: float) -> None:
-    weights = weights_of(stored, size)
-    few = [rows_of(count, size) for count in counts]
+def sweep_launches(stored: str, size: Sequence[int], count: int, bandwidth: float, until: float) -> None:
+    weights, x = weights_of(stored, size), rows_of(count, size)
     configs = [Config(*one) for one in itertools.product((16, 32, 64), (512, 1024, 2048), (4, 8, 16), (2, 3, 4))]
     configs = [*filter(sensible, configs)]
-    ways = itertools.product((4, 8, 16, 32, 64), (256, 512, 1024), (2, 4, 8), (1, 2, 5, 12))
-    some = [Config(outputs, inputs, warps, 1, unroll) for outputs, inputs, warps, unroll in ways]
-    configs += [config for config in some if sensible_single(config)]
+    if count == 1:
+        ways = itertools.product((4, 8, 16, 32, 64), (256, 512, 1024), (2, 4, 8), (1, 2, 5, 12))
+        some = [Config(outputs, inputs, warps, 1, unroll) for outputs, inputs, warps, unroll in ways]
+        configs += [config for config in some if sensible_single(config)]
     with ThreadPoolExecutor(12) as pool:  # compiles several at a time
-        works = pool.map(lambda config: all(right(x, weights[0], config) for x in few), configs)
+        works = pool.map(lambda config: right(x, weights[0], config), configs)
         configs = [config for config, one_works in zip(configs, works, strict=True) if one_works]
-    times: dict[Config, list[float]] = {}
+    times: dict[Config, float] = {}
     for config in configs:
         if time.monotonic() > until:
             console.print("out of time")
             break
-        ways = [lambda weight, x=x, config=config: launched_as(config, x, weight) for x in few]
-        times[config] = [microseconds(way, weights) for way in ways]
-    table = Table(
-        stored,
-        *("outputs", "inputs", "warps", "stages", "at once"),
-        *(f"{count} rows: us, share" for count in counts),
-        box=None,
-    )
-    for config in sorted(times, key=lambda config: times[config][0])[:16]:
-        cells = [f"{took:.1f}, {weights[0].nbytes / took / 1e6 / bandwidth:.2f}" for took in times[config]]
+        times[config] = microseconds(lambda weight, config=config: launched_as(config, x, weight), weights)
+    table = Table(stored, "outputs", "inputs", "warps", "stages", "at once", f"{count} rows: us, share", box=None)
+    for config in sorted(times, key=times.__getitem__)[:16]:
+        share = weights[0].nbytes / times[config] / 1e6 / bandwidth
         told = (config.outputs, config.inputs, config.warps, config.stages, config.unroll)
-        table.add_row("x".join(map(str, size)), *map(str, told), *cells)
+        table.add_row("x".join(map(str, size)), *map(str, told), f"{times[config]:.1f}, {share:.2f}")
     console.print(table)
 
 

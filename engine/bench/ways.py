@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lazyio import settings
 from lazyio.errors import SettingError
@@ -29,16 +30,16 @@ def ways_of(modes: str, lookaheads: str) -> list[Way]:
 
     Raises SettingError for unknown words, and where nothing is left to compare.
     """
-    depths = [settings.resolve("lookahead", each) for each in _words("--lookahead", lookaheads)]
-    names = [settings.resolve("lazy_mode", each) for each in _words("--modes", modes)]
+    depths, names = _values("--lookahead", lookaheads, "lookahead"), _values("--modes", modes, "lazy_mode")
     return [
         Way(RESIDENT, max(depths)),
         *(Way(mode, depth) for mode in names if mode != RESIDENT for depth in depths),
     ]
 
 
-def _words(name: str, text: str) -> list[str]:
+def _values(name: str, text: str, setting: str) -> list[Any]:
     words = [word.strip() for word in text.split(",")]
-    if not all(words) or len(set(words)) < len(words):
+    values = [settings.resolve(setting, word) for word in words] if all(words) else []
+    if len(set(values)) < len(words):
         raise SettingError(f"{name} is {text!r}; it can be words separated by commas, each once")
-    return words
+    return values

@@ -151,19 +151,20 @@ class Ledger:
     def summary(self) -> str:
         """One line: how the memory of the device is divided. The parts, in whole MiB, sum to what there is."""
         of = self._memory
-        streams = min(self._streams * self.run_pages, len(self.pool))
+        streams = min(self._streams, len(self.pool) // self.run_pages) if self.run_pages else self._streams
+        of_streams = streams * self.run_pages
         parts = {
             "weights": of.weights_bytes,
             "reserve": of.reserve_bytes,
-            "streams": streams * of.page_bytes,
-            "pages": (len(self.pool) + 1 - streams) * of.page_bytes,
+            "streams": of_streams * of.page_bytes,
+            "pages": (len(self.pool) + 1 - of_streams) * of.page_bytes,
         }
         whole = {name: size // _MIB for name, size in parts.items()}
         had = of.had_bytes // _MIB
         told = [f"{size} {name}" for name, size in whole.items()]
         return (
-            f"memory of {had} MiB = {' + '.join(told)} + {had - sum(whole.values())} left; {self._streams} streams of "
-            f"{self.run_pages} pages, {len(self.pool) - streams} pages of {PAGE} positions and the null page, "
+            f"memory of {had} MiB = {' + '.join(told)} + {had - sum(whole.values())} left; {streams} streams of "
+            f"{self.run_pages} pages, {len(self.pool) - of_streams} pages of {PAGE} positions and the null page, "
             f"{format_bytes(of.page_bytes)} each"
         )
 

@@ -59,9 +59,10 @@ def test_a_row_is_the_same_alone_and_among_others(stored: str, device: torch.dev
     assert torch.equal(matmul(noise, weight)[:1], together[:1])
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("stored", sorted(PACKED_TYPES))
-def test_faults_of_codes_and_scales_are_seen(stored: str, device: torch.device):
-    given = Arguments.random(device, 1, stored, (17, 256))
+def test_faults_of_codes_and_scales_are_seen(stored: str, rows: int, device: torch.device):
+    given = Arguments.random(device, 1, stored, (17, 256), rows)
     right = reference(given.x, given.weight)
     for name in ("halves of bytes swapped", "scales of the row before", "last inputs left out"):
         found = CONTROLS[name](given)

@@ -178,6 +178,7 @@ def test_the_parts_of_the_summary_sum_to_what_there_is():
     assert had == 10240 == sum(parts)
     assert parts[:2] == [3178, 1024]
     assert "4 streams of 18 pages, 28 pages of 256 positions and the null page" in line
+    assert "2 streams of 18 pages, 3 pages" in Ledger(Pool(40), 18, streams=4, memory=memory).summary()
 
 
 class Serving(RuleBasedStateMachine):
