@@ -18,7 +18,13 @@ def test_all_pairs_with_mode_off_first_and_once() -> None:
 
 @pytest.mark.parametrize(
     ("modes", "lookahead", "said"),
-    [("on,maybe", "0", "maybe"), ("on,on", "0", "each once"), ("on", "0,00", "each once"), ("on,", "0", "each once"), ("on", "0,x", "lookahead")],
+    [
+        ("on,maybe", "0", "maybe"),
+        ("on,on", "0", "each once"),
+        ("on", "0,00", "each once"),
+        ("on,", "0", "each once"),
+        ("on", "0,x", "lookahead"),
+    ],
 )
 def test_words_that_are_none(modes: str, lookahead: str, said: str) -> None:
     with pytest.raises(SettingError, match=said):
