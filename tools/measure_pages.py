@@ -8,6 +8,7 @@ logits must be equal bit for bit, or nothing is printed. The table is in memory.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -67,13 +68,12 @@ def main(
     has_table = has_rows(model, load_format, layers)
     with LLM(model, device=device, ubatch=ubatch, **options, **(table if has_table else {})) as llm:
         console.print(llm.summary())
-        columns = ("context", "streams", "way", "prompt, ms", "step, ms", "step over windows'", "seat and release, us")
-        results = Table(*columns, box=None)
-        for context in numbers(contexts):
-            for count in numbers(streams):
-                for row in compare(llm, context, count, steps, rounds):
-                    results.add_row(f"{context:,}", str(count), *row)
-        console.print(results)
+        for context, count in itertools.product(numbers(contexts), numbers(streams)):
+            what = f"{context:,} tokens, {count} streams"
+            results = Table(what, "prompt, ms", "step, ms", "step over windows'", "seat and release, us", box=None)
+            for row in compare(llm, context, count, steps, rounds):
+                results.add_row(*row)
+            console.print(results)  # each at once: what is known stands, whatever ends the next
 
 
 def numbers(text: str) -> list[int]:
