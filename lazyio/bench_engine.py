@@ -11,7 +11,6 @@ from rich.console import Console
 from lazyio.bench.kept import KeptJson
 from lazyio.bench.options import check_writable
 from lazyio.bench.report import WIDTH
-from lazyio.interrupts import terminable
 from lazyio.model_options import (
     Device,
     DirectIO,
@@ -111,8 +110,7 @@ def bench_engine(
         ids=ids,
         seed=seed,
     )
-    with terminable():
-        _measure(request, KeptJson(json))
+    _measure(request, KeptJson(json))
 
 
 def _measure(request: EngineRequest, kept: KeptJson) -> None:

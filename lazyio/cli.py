@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from lazyio.bench.command import bench
 from lazyio.bench_engine import bench_engine
 from lazyio.errors import LazyIOError, Unsupported
-from lazyio.interrupts import Terminated
+from lazyio.interrupts import Terminated, terminable
 from lazyio.run import run
 from lazyio.version import __version__
 
@@ -30,7 +30,8 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with terminable():
+                return super().invoke(ctx)
         except BrokenPipeError:
             raise  # whoever read our output has seen enough; typer ends quietly
         except Terminated:

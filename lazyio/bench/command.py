@@ -24,7 +24,6 @@ from lazyio.bench.report import WIDTH, show
 from lazyio.bench.rounds import Rules
 from lazyio.bench.session import execute
 from lazyio.bench.workload import DEFAULT_TOKENS
-from lazyio.interrupts import terminable
 
 _TEMPERATURE, _ROWS, _READING, _ROUNDS = "Temperature", "Rows asked for", "Reading", "Rounds"
 _PIPELINE = "Reading ahead"
@@ -154,8 +153,7 @@ def bench(
     console = Console()
     if not console.is_terminal:
         console.width = max(WIDTH, console.width)
-    with terminable():
-        outcome = _measure(request, pipeline, json, console)
+    outcome = _measure(request, pipeline, json, console)
     if plot is not None:
         if isinstance(outcome, PipelineOutcome):
             draw_pipeline(outcome, plot)

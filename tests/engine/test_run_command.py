@@ -234,21 +234,22 @@ def test_no_model(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_an_interrupt_keeps_what_there_is(bare: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_an_interrupt_keeps_what_there_is(bare: Path, tmp_path: Path, number: signal.Signals, word: str) -> None:
     np.save(tmp_path / "ids.npy", np.arange(3, 9))
     options = ["--ids", str(tmp_path / "ids.npy"), "--max-tokens", "90000", "--device", "cpu", "--lazy-mode", "uring"]
     command = [sys.executable, "-c", "from lazyio.cli import main; main()", "run", str(bare), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         begun = process.stdout.read(20)  # some tokens
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         try:
             rest, said = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert process.returncode == 128 + signal.SIGINT
-    assert all(word.isdecimal() for word in (begun + rest).split())
+    assert process.returncode == 128 + number
+    assert all(token.isdecimal() for token in (begun + rest).split())
     *_, account, interrupted = said.splitlines()
     assert account.startswith("lazyio: prompt of 6 tokens at ")
-    assert interrupted == "lazyio: interrupted"
+    assert interrupted == f"lazyio: {word}"
     assert "Traceback" not in said
