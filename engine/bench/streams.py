@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from lazyio.bench.watch import Watch
 from lazyio.engine.account import Meter, percentile
 from lazyio.engine.bench.rig import Rig
 from lazyio.engine.bench.rounds import Rounds
-from lazyio.engine.bench.ways import Way
+from lazyio.engine.bench.ways import Way, values_of
 from lazyio.engine.feed import Feed
 from lazyio.engine.forward import Chunk, Forward
 from lazyio.engine.kv.options import KvOptions
@@ -35,7 +34,7 @@ from lazyio.engine.scheduler import Scheduler
 from lazyio.engine.ubatch import Rows
 from lazyio.engine.weights.trunk import Trunk
 from lazyio.engine.writing import Plan, Writing
-from lazyio.errors import NeverFits, SettingError
+from lazyio.errors import NeverFits
 from lazyio.gate import TableStats
 from lazyio.modes import Backend
 from lazyio.ple.cuts import fixed_cuts
@@ -164,22 +163,14 @@ class Summed(Forward):
 def arms_of(streams: str, ways: Sequence[Way], kv_pages: str) -> list[Arm]:
     """All of them, by numbers of streams and of pages, separated by commas. Raises SettingError for other text."""
     counts = counts_of("--streams", streams)
-    pages = [_PAGES.get(number, str(number)) for number in _values("--kv-pages", kv_pages, "kv_pages")] or ["off"]
+    numbers = values_of("--kv-pages", kv_pages, "kv_pages", some=False) or [0]
+    pages = [_PAGES.get(number, str(number)) for number in numbers]
     return [Arm(count, way, kv) for count in counts for way in ways for kv in pages]
 
 
 def counts_of(name: str, text: str) -> list[int]:
     """Numbers of requests, separated by commas. Raises SettingError for other text."""
-    return _values(name, text, "parallel")
-
-
-def _values(name: str, text: str, setting: str) -> list[Any]:
-    """What words mean to a setting, each once. Raises SettingError, which names the option, for other text."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    values = [settings.SETTINGS[setting].read(word, f"a word of {name}") for word in words]
-    if len(set(values)) < len(values):
-        raise SettingError(f"{name} is {text!r}; it can be words separated by commas, each once")
-    return values
+    return values_of(name, text, "parallel", some=False)
 
 
 def measure_streams(

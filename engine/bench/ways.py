@@ -14,7 +14,7 @@ RESIDENT = "off"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One arm. `row_cache` is None for the default of the mode."""
+    """One arm."""
 
     mode: str
     lookahead: int
@@ -30,16 +30,20 @@ def ways_of(modes: str, lookaheads: str) -> list[Way]:
 
     Raises SettingError for unknown words, and where nothing is left to compare.
     """
-    depths, names = _values("--lookahead", lookaheads, "lookahead"), _values("--modes", modes, "lazy_mode")
+    depths, names = values_of("--lookahead", lookaheads, "lookahead"), values_of("--modes", modes, "lazy_mode")
     return [
         Way(RESIDENT, max(depths)),
         *(Way(mode, depth) for mode in names if mode != RESIDENT for depth in depths),
     ]
 
 
-def _values(name: str, text: str, setting: str) -> list[Any]:
-    words = [word.strip() for word in text.split(",")]
-    values = [settings.resolve(setting, word) for word in words] if all(words) else []
+def values_of(name: str, text: str, setting: str, *, some: bool = True) -> list[Any]:
+    """What words separated by commas mean to a setting, each once; `some`: there are some, and none is empty.
+
+    Raises SettingError, which names the option, for other text.
+    """
+    words = [word.strip() for word in text.split(",") if some or word.strip()]
+    values = [settings.SETTINGS[setting].read(word, f"a word of {name}") for word in words] if all(words) else []
     if len(set(values)) < len(words):
         raise SettingError(f"{name} is {text!r}; it can be words separated by commas, each once")
     return values
