@@ -283,10 +283,15 @@ def _config(ways: Ways, weight: Weight) -> Config:
 
 
 def _by_codes(weight: Weight, rows: int) -> bool:
-    """Whether tiles of so few rows are multiplied with the codes of a weight: 32 neighbours must have one scale."""
-    if not isinstance(weight, PackedWeight) or rows > _MOST_BY_CODES:
-        return False
-    return weight.block is None or weight.block[1] % 32 == 0 or weight.block[1] >= weight.shape[-1]
+    """Whether tiles of so few rows are multiplied with the codes of a weight."""
+    return isinstance(weight, PackedWeight) and rows <= _MOST_BY_CODES and weight.shares_scales
+
+
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    """Whether a launch can begin before the end of the one before it, on this GPU. AMD numbers its own otherwise."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= _OVERLAPS
 
 
 def _constants(config: Config, weight: Weight) -> dict[str, Any]:
@@ -302,13 +307,6 @@ def _constants(config: Config, weight: Weight) -> dict[str, Any]:
 def _of_values(config: Config, weight: Weight) -> dict[str, int]:
     """The steps of bodies that take pairs one by one, with values."""
     return {"STEP": math.gcd(config.step, weight.shape[-1]), "STAGES": config.stages, "UNROLL": config.unroll}
-
-
-@functools.cache
-def _can_overlap(device: torch.device) -> bool:
-    """Whether a launch can begin before the end of the one before it, on this GPU. AMD numbers its own otherwise."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= _OVERLAPS
 
 
 def _of_pieces(config: Config, weight: Weight, slots: int) -> dict[str, int]:

@@ -97,6 +97,11 @@ class PackedWeight:
         assert len(self.shape) == 3, "the weight has no experts"
         return replace(self, shape=self.shape[1:], planes=tuple(plane[expert] for plane in self.planes))
 
+    @property
+    def shares_scales(self) -> bool:
+        """Whether 32 neighbours in a row have one scale at most: all but fp8 with odd blocks."""
+        return self.block is None or self.block[1] % 32 == 0 or self.block[1] >= self.shape[-1]
+
     def pointers(self) -> _Four:
         """Codes, high bits, scales and units as kernels take them; the codes stand in for what a type lacks."""
         return self._pointers

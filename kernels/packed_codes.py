@@ -45,21 +45,21 @@ def has_high(stored: str) -> bool:
 @triton.constexpr_function
 def piece_inputs(stored: str) -> int:
     """How many codes the four words of a piece have."""
-    return 16 if stored in ("Q8_0", "F8_E4M3") else 32
+    return 16 if of_eight(stored) else 32
 
 
 @triton.constexpr_function
 def pieces_of(stored: str, inputs: int) -> int:
     """How many pieces there are in a row: rows are filled up to a whole number of 64."""
-    return -(-inputs // 64) * (4 if stored in ("Q8_0", "F8_E4M3") else 2)
+    return -(-inputs // 64) * (4 if of_eight(stored) else 2)
 
 
 @triton.constexpr_function
 def _placed(stored: str, half: int, place: int) -> tuple[int, int]:
     """Of the code in this half and place: how its word is moved, and its first bit then."""
-    if stored in ("Q8_0", "F8_E4M3"):
+    if of_eight(stored):
         return _EIGHT[2 * half + place % 2]
-    if stored in ("Q5_0", "Q5_1", "Q5_K", "Q6_K"):
+    if has_high(stored):
         return _SIX[2 * half + place // 2]
     return _FOUR[4 * half + place]
 
@@ -144,7 +144,7 @@ def _in_mantissa(
 
 @triton.constexpr_function
 def _mask(stored: str, first_bit: int) -> int:
-    return (255 if stored == "Q8_0" else 63 if stored in ("Q5_0", "Q5_1", "Q5_K", "Q6_K") else 15) << first_bit
+    return (255 if stored == "Q8_0" else 63 if has_high(stored) else 15) << first_bit
 
 
 @triton.constexpr_function

@@ -43,7 +43,7 @@ def matmul(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = Non
         assert out.is_contiguous(), "out is not contiguous"
     if not out.numel():
         return out
-    if len(x) > MOST_NARROW or not _has_narrow(weight):
+    if len(x) > MOST_NARROW or not weight.shares_scales:
         return torch.matmul(x, dequantise(weight, x.dtype).t(), out=out)
     if len(x) == 1 and weight.shape[1] % 32 == 0:
         launch_single(x, weight, out, next(config for least, config in SINGLE if weight.shape[0] >= least))
@@ -151,11 +151,6 @@ def _stages(config: Config, x: torch.Tensor, weight: PackedWeight, rows: int) ->
     of_rows = rows * x.element_size()
     of_codes = config.outputs * weight.planes[0].nbytes // (weight.shape[0] * weight.shape[1])
     return max(1, min(config.stages, 1 + has // (config.inputs * (of_rows + of_codes + config.outputs * 3 // 8))))
-
-
-def _has_narrow(weight: PackedWeight) -> bool:
-    """Whether 32 neighbours in a row have one scale at most: all but fp8 with odd blocks."""
-    return weight.block is None or weight.block[1] % 32 == 0 or weight.block[1] >= weight.shape[-1]
 
 
 def _constants(weight: PackedWeight) -> Mapping[str, Any]:
