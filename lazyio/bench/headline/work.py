@@ -75,7 +75,7 @@ class Work:
     def missing(self) -> list[tuple[int, int]]:
         """Lengths and steps that are still to be measured, or not complete: the first steps of all lengths first."""
         both = product(range(1, self.steps + 1), self.lengths)
-        return [(tokens, step) for step, tokens in both if not self._is_complete(self.file_of(tokens, step))]
+        return [(tokens, step) for step, tokens in both if self._kept(tokens, step) < STEP_ROUNDS]
 
     def measured(self, tokens: int) -> list[dict[str, Any]]:
         """Steps of a length in order, each of a complete round or more. Raises SettingError for a damaged file."""
@@ -94,21 +94,22 @@ class Work:
 
     def keep_partial(self, tokens: int, step: int, subject: Subject, took_s: float) -> int:
         """Keep what a step measured that has ended, or was ended, if that is more than is kept; its complete rounds."""
-        partial, kept = self.partial_of(tokens, step), self.file_of(tokens, step)
+        partial = self.partial_of(tokens, step)
         if not partial.exists():
             return 0
         document = json.loads(partial.read_text())
         partial.unlink()
-        if rounds_of(document) > (rounds_of(_read(kept)) if kept.exists() else 0):
+        if _rounds_of(document) > self._kept(tokens, step):
             self.keep(tokens, step, subject, document, took_s)
-        return rounds_of(document)
+        return _rounds_of(document)
 
-    @staticmethod
-    def _is_complete(file: Path) -> bool:
-        return file.exists() and rounds_of(_read(file)) >= STEP_ROUNDS
+    def _kept(self, tokens: int, step: int) -> int:
+        """How many complete rounds of a step are kept."""
+        file = self.file_of(tokens, step)
+        return _rounds_of(_read(file)) if file.exists() else 0
 
 
-def rounds_of(document: Mapping[str, Any]) -> int:
+def _rounds_of(document: Mapping[str, Any]) -> int:
     """How many complete rounds a step has of its prompt."""
     return sum(len(prompt["rounds"]) for prompt in document["prompts"])
 
