@@ -7,8 +7,8 @@
 Times are those of CUDA graphs which go over several weights, more than the L2 cache holds. Few rows are given with
 the share of --bandwidth that the weight's bytes alone take. For more rows three ways are compared: the kernel of few
 rows, which takes 16 at a time, a fused kernel, and dequantising with a product of torch's; how long these two take
-alone is given too. With --sweep, launches of the kernels of few rows are compared,
-those with tensor cores and those without, which are told by what they do at once.
+alone is given too. With --sweep, launches of the kernel of few rows are compared, and for one row those of the kernel
+without tensor cores, which have a single stage.
 """
 
 # What Triton compiles into a kernel is in capitals, as its own documentation has it.
